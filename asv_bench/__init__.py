@@ -1,0 +1,1 @@
+"""Benchmarks: the asv suite, the comparison with peers, and the targets."""

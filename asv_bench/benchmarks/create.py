@@ -1,0 +1,130 @@
+"""Making new tensors: zeros on a file, and small ones, where overhead shows."""
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from .common import MMT, TDT, Comparison, FreshFile
+from .system import CREATE, map_and_unmap, rename_noreplace
+
+_SMALL = (3, 4, 5)
+_SMALL_NBYTES = 240
+
+
+class _Zeros(FreshFile):
+    count: ClassVar[int]
+    limit_is = "open, fallocate, close"
+
+    def mmtensor(self) -> Callable[[str], Any]:
+        """`zeros`, with its blocks reserved."""
+        count = self.count
+        return lambda path: MMT.zeros(count, filename=path)
+
+    def tensordict(self) -> Callable[[str], Any]:
+        """`zeros`."""
+        count = self.count
+        return lambda path: TDT.zeros(count, filename=path)
+
+    def numpy(self) -> Callable[[str], Any]:
+        """`numpy.memmap`, sparse: a full disk is a SIGBUS later."""
+        count = self.count
+        return lambda path: np.memmap(path, np.float32, "w+", shape=(count,))
+
+    def torch(self) -> Callable[[str], Any]:
+        """`torch.from_file`, sparse: a full disk is a SIGBUS later."""
+        count = self.count
+        return lambda path: torch.from_file(path, shared=True, size=count)
+
+    def limit(self) -> Callable[[str], Any]:
+        """The system calls."""
+        nbytes = 4 * self.count
+
+        def calls(path: str) -> None:
+            fd = os.open(path, CREATE, 0o666)
+            os.posix_fallocate(fd, 0, nbytes)
+            os.close(fd)
+
+        return calls
+
+
+class Zeros1MB(_Zeros):
+    """A small file."""
+
+    title = "`zeros` on a file, 1 MB"
+    count = 1 << 18
+
+
+class Zeros256MB(_Zeros):
+    """A large file."""
+
+    title = "`zeros` on a file, 256 MB"
+    count = 1 << 26
+
+
+class EmptyFile(FreshFile):
+    """A tiny file."""
+
+    title = "`empty` of 60 floats on a file"
+    limit_is = "open, pwrite, rename, mmap, close, munmap"
+
+    def mmtensor(self) -> Callable[[str], Any]:
+        """`empty`, which is zeros: no stale bytes."""
+        return lambda path: MMT.empty(_SMALL, filename=path)
+
+    def tensordict(self) -> Callable[[str], Any]:
+        """`empty`."""
+        return lambda path: TDT.empty(_SMALL, filename=path)
+
+    def numpy(self) -> Callable[[str], Any]:
+        """`numpy.memmap`."""
+        return lambda path: np.memmap(path, np.float32, "w+", shape=_SMALL)
+
+    def torch(self) -> Callable[[str], Any]:
+        """`torch.from_file`."""
+        return lambda path: torch.from_file(path, shared=True, size=60).view(_SMALL)
+
+    def limit(self) -> Callable[[str], Any]:
+        """The system calls."""
+        zeros = bytes(_SMALL_NBYTES)
+
+        def calls(path: str) -> None:
+            temporary = path + ".tmp"
+            fd = os.open(temporary, CREATE, 0o666)
+            os.pwrite(fd, zeros, 0)
+            rename_noreplace(temporary.encode(), path.encode())
+            map_and_unmap(fd, _SMALL_NBYTES)
+
+        return calls
+
+
+class EmptyAnonymous(Comparison):
+    """Tiny shared memory."""
+
+    title = "`empty` of 60 floats, anonymous"
+    limit_is = "open without a name, pwrite, mmap, close, munmap"
+
+    def mmtensor(self) -> Callable[[], Any]:
+        """`empty`."""
+        return lambda: MMT.empty(_SMALL)
+
+    def tensordict(self) -> Callable[[], Any]:
+        """`empty`."""
+        return lambda: TDT.empty(_SMALL)
+
+    def torch(self) -> Callable[[], Any]:
+        """`share_memory_`."""
+        return lambda: torch.empty(_SMALL).share_memory_()
+
+    def limit(self) -> Callable[[], Any]:
+        """The system calls."""
+        zeros = bytes(_SMALL_NBYTES)
+
+        def calls() -> None:
+            fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)  # noqa: S108
+            os.pwrite(fd, zeros, 0)
+            map_and_unmap(fd, _SMALL_NBYTES)
+
+        return calls

@@ -1,0 +1,329 @@
+"""Compare mmtensor with its peers and with the limits of the machine, in one process.
+
+Peers take turns, round after round, so that whatever else the machine does hits all of
+them; ratios are taken within a round, and the table shows medians. The exit status is 1 if
+a target of `asv_bench.targets` is missed. Usage::
+
+    python -m asv_bench.compare [--only PATTERN] [--rounds 9] [--write] [--png FILE]
+
+A pattern is a part of a benchmark's name, such as ``index.`` or ``open.Open``.
+"""
+
+import argparse
+import datetime as dt
+import fnmatch
+import gc
+import importlib
+import importlib.metadata
+import inspect
+import os
+import pathlib
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from typing import Any, NamedTuple
+
+from asv_bench.benchmarks import common
+from asv_bench.targets import TARGETS, Target
+
+__all__ = ["main"]
+
+_FILES = (
+    "index",
+    "arithmetic",
+    "open",
+    "create",
+    "write",
+    "read",
+    "pickle",
+    "queue",
+    "jagged",
+    "import_time",
+)
+_RECORD = 7  # rounds that a table for the record needs
+_ROUND = 0.05  # seconds that a round of one library should take
+_MOST, _MOST_FILES = 20_000, 300  # calls in a round
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_DOCUMENT = _ROOT / "docs" / "benchmarks.md"
+_BEGIN, _END = "<!-- compare: begin -->", "<!-- compare: end -->"
+
+
+class Outcome(NamedTuple):
+    """What was measured for one operation."""
+
+    name: str
+    benchmark: Any
+    rounds: dict[str, list[float]]
+    nbytes: int | None
+
+    def time(self, library: str) -> float | None:
+        """Return the median time of a library in seconds."""
+        found = self.rounds.get(library)
+        return statistics.median(found) if found else None
+
+    def ratio(self, over: str, under: str = "mmtensor") -> float | None:
+        """Return the median over rounds of one library's time over another's."""
+        if over not in self.rounds or under not in self.rounds:
+            return None
+        pairs = zip(self.rounds[over], self.rounds[under], strict=True)
+        return statistics.median([a / b for a, b in pairs])
+
+
+def _benchmarks(pattern: str) -> list[tuple[str, type]]:
+    found = []
+    for file in _FILES:
+        module = importlib.import_module(f"asv_bench.benchmarks.{file}")
+        for kind in vars(module).values():
+            if (
+                isinstance(kind, type)
+                and kind.__module__ == module.__name__
+                and hasattr(kind, "title")
+                and not inspect.isabstract(kind)
+            ):
+                name = f"{file}.{kind.__name__}"
+                if fnmatch.fnmatch(name.lower(), f"*{pattern.lower()}*"):
+                    found.append((name, kind))
+    return found
+
+
+def _time(benchmark: Any, library: str, number: int) -> float:
+    """Return the seconds that one of `number` calls takes."""
+    if isinstance(benchmark, common.FreshFile):
+        # A journal that is written meanwhile takes milliseconds: the median of the calls.
+        seconds = []
+        clock = time.perf_counter
+        call = benchmark.call
+        for _ in range(number):
+            argument = benchmark.before(library)
+            start = clock()
+            call(argument)
+            seconds.append(clock() - start)
+            benchmark.after(argument)
+        return statistics.median(seconds)
+    if hasattr(benchmark, "timeraw_import"):
+        code = (
+            "import time; start = time.perf_counter(); "
+            f"{benchmark.timeraw_import(library)}; print(time.perf_counter() - start)"
+        )
+        run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        return float(run.stdout)
+    if isinstance(benchmark, common.Expression):
+        timer = timeit.Timer(
+            benchmark.statement, "gc.enable()", globals={**benchmark.names, "gc": gc}
+        )
+    else:
+        timer = timeit.Timer(benchmark.call, "gc.enable()", globals={"gc": gc})
+    return timer.timeit(number) / number
+
+
+def _calibrate(benchmark: Any, library: str) -> int:
+    """Return how many calls take about as long as a round should."""
+    if hasattr(benchmark, "timeraw_import"):
+        return 1
+    number = 1
+    most = _MOST_FILES if isinstance(benchmark, common.FreshFile) else _MOST
+    while True:
+        start = time.perf_counter()
+        _time(benchmark, library, number)
+        seconds = time.perf_counter() - start  # what is not timed takes time as well
+        if seconds > _ROUND / 5 or number >= most:
+            return max(1, min(most, round(number * _ROUND / seconds)))
+        number *= 4
+
+
+def measure(name: str, kind: type, rounds: int) -> Outcome:
+    """Measure one operation with all libraries that can do it."""
+    ready: dict[str, Any] = {}
+    times: dict[str, list[float]] = {}
+    nbytes = None
+    try:
+        for library in kind.params[0]:  # type: ignore[attr-defined]  # every benchmark has it
+            benchmark = kind()
+            try:
+                if hasattr(benchmark, "setup"):
+                    benchmark.setup(library)
+            except NotImplementedError:
+                continue
+            ready[library] = benchmark
+        if hasattr(kind, "track_bytes"):
+            nbytes = ready["mmtensor"].track_bytes("mmtensor")
+        numbers = {library: _calibrate(b, library) for library, b in ready.items()}
+        # A random order, the same in every run: who follows whom decides, for example, in
+        # which pieces the free memory is.
+        shuffler = random.Random(0)  # noqa: S311
+        order = list(ready)
+        for _ in range(rounds):
+            shuffler.shuffle(order)
+            for library in order:
+                gc.collect()
+                times.setdefault(library, []).append(
+                    _time(ready[library], library, numbers[library])
+                )
+    finally:
+        for library, benchmark in ready.items():
+            if hasattr(benchmark, "teardown"):
+                benchmark.teardown(library)
+    return Outcome(name, kind, times, nbytes)
+
+
+def judge(outcome: Outcome, target: Target) -> list[tuple[str, bool]]:
+    """Return each bound of a target in words, and whether it holds."""
+    verdicts = []
+    for peer in ("tensordict", "mmap_ninja", "torch"):
+        least = getattr(target, peer)
+        if least is not None:
+            ratio = outcome.ratio(peer)
+            verdicts.append((f"{peer} ≥ {least:g}×", ratio is not None and ratio >= least))
+    if target.limit is not None:
+        ratio = outcome.ratio("mmtensor", outcome.benchmark.limit_column)
+        verdicts.append(
+            (f"limit ≤ {target.limit:g}×", ratio is not None and ratio <= target.limit)
+        )
+    if target.bytes_ is not None:
+        verdicts.append(
+            (
+                f"{outcome.nbytes} ≤ {target.bytes_} bytes",
+                outcome.nbytes is not None and outcome.nbytes <= target.bytes_,
+            )
+        )
+    if target.more_than_numpy is not None:
+        pairs = zip(outcome.rounds["mmtensor"], outcome.rounds["numpy"], strict=True)
+        more = statistics.median([a - b for a, b in pairs])
+        verdicts.append(
+            (f"{more:.3f} ≤ {target.more_than_numpy:g} s more", more <= target.more_than_numpy)
+        )
+    return verdicts
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}×"
+
+
+_HEADER = (
+    "| operation | mmtensor | tensordict | mmap_ninja | NumPy | torch | limit | what the limit is "
+    "| tensordict ÷ mmtensor | mmtensor ÷ limit | target | |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(outcome: Outcome) -> tuple[str, bool]:
+    """Return a row of the table, and whether its targets hold."""
+    target = TARGETS.get(outcome.name)
+    verdicts = judge(outcome, target) if target else []
+    held = all(ok for _, ok in verdicts)
+    column = outcome.benchmark.limit_column
+    cells = [
+        outcome.benchmark.title,
+        _duration(outcome.time("mmtensor")),
+        _duration(outcome.time("tensordict")),
+        _duration(outcome.time("mmap_ninja")),
+        _duration(outcome.time("numpy")),
+        _duration(outcome.time("torch")),
+        _duration(outcome.time(column)),
+        outcome.benchmark.limit_is or "–",
+        _times(outcome.ratio("tensordict")),
+        _times(outcome.ratio("mmtensor", column)),
+        ", ".join(text if ok else f"**{text}**" for text, ok in verdicts) or "–",
+        "" if not verdicts else "holds" if held else "**missed**",
+    ]
+    return "| " + " | ".join(cells) + " |", held
+
+
+def _machine() -> str:
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "tensordict")
+    )
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        pass
+    return (
+        f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}, mmtensor "
+        f"{common.mmtensor.__version__}, Python {platform.python_version()}, {versions}; "
+        f"{platform.system()} {platform.release()}, {model}, {os.cpu_count()} cores"
+    )
+
+
+def _draw(outcomes: list[Outcome], path: pathlib.Path) -> None:
+    import matplotlib as mpl  # noqa: PLC0415  # only with the extra `bench`
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    shown = [o for o in outcomes if o.ratio("tensordict") is not None]
+    figure, axes = plt.subplots(figsize=(9, 0.32 * len(shown) + 1.2), layout="constrained")
+    for peer in ("tensordict", "numpy", "torch", "mmap_ninja"):
+        points = [(r, -i) for i, o in enumerate(shown) if (r := o.ratio(peer)) is not None]
+        if points:
+            axes.scatter(*zip(*points, strict=True), label=peer, zorder=3)
+    axes.axvline(1, color="0.4")
+    axes.set_xscale("log")
+    axes.set_yticks(
+        [-i for i in range(len(shown))], [o.benchmark.title.replace("`", "") for o in shown]
+    )
+    axes.set_xlabel("times as long as mmtensor (right of the line: mmtensor is faster)")
+    axes.grid(visible=True, axis="x", alpha=0.4)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; return 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m asv_bench.compare", description=__doc__)
+    parser.add_argument(
+        "--only", default="", help="part of the name, for example index or open.Open"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="at least 7 for the record")
+    parser.add_argument("--write", action="store_true", help=f"write {_DOCUMENT.name}")
+    parser.add_argument("--png", type=pathlib.Path, help="draw the ratios")
+    options = parser.parse_args(arguments)
+    if options.write and (options.only or options.rounds < _RECORD):
+        parser.error(f"--write needs the whole table and at least {_RECORD} rounds")
+    print(_machine(), _HEADER, sep="\n\n", flush=True)
+    outcomes, rows, missed = [], [], []
+    common.Files.keep = True
+    try:
+        for name, kind in _benchmarks(options.only):
+            outcome = measure(name, kind, options.rounds)
+            text, held = row(outcome)
+            print(text, flush=True)
+            outcomes.append(outcome)
+            rows.append(text)
+            if not held:
+                missed.append(name)
+    finally:
+        common.remove_files()
+    verdict = f"{len(missed)} missed: {', '.join(missed)}." if missed else "All targets hold."
+    print(f"\n{verdict}")
+    if options.png:
+        _draw(outcomes, options.png)
+    if options.write:
+        text = "\n".join([_HEADER, *rows])
+        _write(f"{_machine()}; medians of {options.rounds} rounds.\n\n{text}\n\n{verdict}\n")
+    return 1 if missed else 0
+
+
+def _write(table: str) -> None:
+    """Put the table between the marks in the document."""
+    before, rest = _DOCUMENT.read_text(encoding="utf-8").split(_BEGIN)
+    after = rest.split(_END)[1]
+    _DOCUMENT.write_text(f"{before}{_BEGIN}\n\n{table}\n{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

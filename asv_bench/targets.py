@@ -1,0 +1,67 @@
+"""The figures to reach: one entry for each row of the table, keyed by benchmark."""
+
+from typing import NamedTuple
+
+__all__ = ["TARGETS", "Target"]
+
+
+class Target(NamedTuple):
+    """Bounds on the ratios of one operation.
+
+    Parameters
+    ----------
+    tensordict, mmap_ninja, torch
+        How many times as long the peer must take, at least.
+    limit
+        How many times as long as the limit it may take, at most.
+    bytes_
+        How long the message may be, at most.
+    more_than_numpy
+        How many seconds longer than NumPy it may take, at most.
+    """
+
+    tensordict: float | None = None
+    mmap_ninja: float | None = None
+    torch: float | None = None
+    limit: float | None = None
+    bytes_: int | None = None
+    more_than_numpy: float | None = None
+
+
+TARGETS: dict[str, Target] = {
+    "index.Row": Target(tensordict=3, limit=2.6),
+    "index.Slice": Target(tensordict=3, limit=2.6),
+    "index.Column": Target(tensordict=3, limit=2.6),
+    "index.Unbind": Target(tensordict=5),
+    "index.Gather": Target(tensordict=10, torch=10, limit=1.6),
+    "index.GatherUncached": Target(limit=1.6),
+    "index.Scatter": Target(tensordict=10, torch=10, limit=1.6),
+    "arithmetic.AddOne": Target(tensordict=1, limit=1.2),
+    "arithmetic.Contiguous": Target(tensordict=1),
+    "arithmetic.Stack": Target(tensordict=1, limit=1.35),
+    "arithmetic.Shape": Target(tensordict=1),
+    "open.Open": Target(tensordict=1.6, limit=1.6),
+    "write.FromTensor1KB": Target(tensordict=1.3),
+    "write.FromTensor1MB": Target(tensordict=5, limit=1.7),
+    "write.FromTensor256MB": Target(tensordict=2, limit=1.2),
+    "create.Zeros1MB": Target(tensordict=10),
+    "create.Zeros256MB": Target(tensordict=50),
+    "create.EmptyAnonymous": Target(tensordict=1.3),
+    "create.EmptyFile": Target(tensordict=1.2),
+    "pickle.PickleView": Target(tensordict=1.8, bytes_=300),
+    "pickle.LoadViews": Target(tensordict=5),
+    "pickle.LoadViewsOneByOne": Target(tensordict=5),
+    "queue.QueueFile": Target(tensordict=1.4),
+    "queue.QueueNewFile": Target(tensordict=1.4),
+    "queue.QueueAnonymous": Target(tensordict=0.9),
+    "read.SumNewFile": Target(tensordict=1.5, limit=1.15),
+    "jagged.Element": Target(tensordict=9, mmap_ninja=3.5, limit=2.2),
+    "jagged.Batch": Target(mmap_ninja=8, limit=4.5),
+    "jagged.Open": Target(tensordict=60, mmap_ninja=7),
+    "jagged.OpenMany": Target(limit=1.2),
+    "jagged.Build": Target(tensordict=3, mmap_ninja=3, limit=1.5),
+    "jagged.BuildWithTwo": Target(mmap_ninja=4),
+    "jagged.Append": Target(mmap_ninja=80),
+    "jagged.Pickle": Target(bytes_=500),
+    "import_time.Import": Target(more_than_numpy=0.15),
+}

@@ -1,0 +1,225 @@
+"""Cutting a container along a batch dimension, and joining what became of the pieces."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmtensor import joining
+from mmtensor.shaping import dimension
+from mmtensor.tree import Tree
+
+__all__ = ["Cut", "Misfit", "cut"]
+
+# Results of up to so many bytes are written together: a call takes longer than the copy.
+_SMALL = 1 << 15
+
+
+class Misfit(Exception):  # noqa: N818  # it is never seen outside
+    """A result does not fit where it is to be written; the cause says why.
+
+    Parameters
+    ----------
+    chunk
+        Whose result it is.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(chunk)
+        self.chunk = chunk
+
+
+class Cut:
+    """Chunks along a dimension: where each is, by its number.
+
+    Parameters
+    ----------
+    dim
+        Along which batch dimension.
+    length
+        Size of that dimension.
+    size
+        Elements in a chunk; 0: each element is one, without the dimension.
+
+    Attributes
+    ----------
+    count : int
+        The number of chunks. Nothing at all is one empty chunk, but no element.
+    """
+
+    __slots__ = ("count", "dim", "length", "size")
+
+    def __init__(self, dim: int, length: int, size: int) -> None:
+        self.dim = dim
+        self.length = length
+        self.size = size
+        self.count = length if size == 0 else max(1, -(-length // size))
+
+    def _index(self, part: int | slice) -> Any:
+        return part if self.dim == 0 else (*[slice(None)] * self.dim, part)
+
+    def index(self, number: int) -> Any:
+        """Return the index of a chunk."""
+        if self.size == 0:
+            return self._index(number)
+        start = number * self.size
+        return self._index(slice(start, min(start + self.size, self.length)))
+
+    def range(self, first: int, last: int) -> Any:
+        """Return the index of the chunks from `first` to before `last`, as one."""
+        step = self.size or 1
+        return self._index(slice(first * step, min(last * step, self.length)))
+
+    def describe(self, number: int) -> str:
+        """Say which chunk it is, for messages."""
+        if self.size == 0:
+            return f"chunk {number} of {self.count} (element {number} of dimension {self.dim})"
+        start = number * self.size
+        stop = min(start + self.size, self.length)
+        return (
+            f"chunk {number} of {self.count} (elements {start} to {stop} of dimension {self.dim})"
+        )
+
+    def join(self, results: list[Any]) -> Any:
+        """Stack or concatenate what a function made of consecutive chunks.
+
+        Raises
+        ------
+        TypeError
+            If they are not all tensors, or all TensorDicts.
+        RuntimeError
+            If their shapes do not fit.
+        """
+        trees = sum(isinstance(result, Tree) for result in results)
+        if trees == len(results):
+            return (joining.cat if self.size else joining.stack)(results, self.dim)
+        if trees or not all(isinstance(result, Tensor) for result in results):
+            kinds = sorted({type(result).__name__ for result in results})
+            raise TypeError(
+                "fn must return tensors for every chunk, or TensorDicts, or None, got "
+                f"{' and '.join(kinds)}."
+            )
+        return (torch.cat if self.size else torch.stack)(results, self.dim)
+
+    def concatenate(self, joined: list[Any]) -> Any:
+        """Concatenate what `join` made of consecutive results; always a copy."""
+        if isinstance(joined[0], Tree):
+            return joining.cat(joined, self.dim)
+        return torch.cat(joined, self.dim)
+
+    def apart(self, joined: Any) -> Any:
+        """Take stacked results apart again, as views."""
+        return joined.unbind(self.dim)
+
+    def store(self, out: Any, first: int, results: list[Any]) -> None:
+        """Write the results for consecutive chunks to where they belong.
+
+        Parameters
+        ----------
+        out
+            A tensor or container.
+        first
+            Number of the first chunk.
+        results
+            One for each chunk.
+
+        Raises
+        ------
+        Misfit
+            It says which one does not fit.
+        """
+        if len(results) > 1 and _is_small(results[0]) and self._store_joined(out, first, results):
+            return
+        for number, result in enumerate(results, first):
+            try:
+                out[self.index(number)] = _result(result)
+            except Exception as error:
+                raise Misfit(number) from error
+
+    def _store_joined(self, out: Any, first: int, results: list[Any]) -> bool:
+        """Write results in one go if that does the same; return whether it was done."""
+        try:
+            joined = self.join(results)
+        except (RuntimeError, TypeError, KeyError):
+            return False  # whichever is to blame is found one by one
+        place = out[self.range(first, first + len(results))]
+        if isinstance(joined, Tensor):
+            # Any other shape would be broadcast another way than its parts are.
+            if not isinstance(place, Tensor) or place.shape != joined.shape:
+                return False
+            place.copy_(joined)
+            return True
+        if not isinstance(place, Tree):
+            return False
+        pairs = []
+        for path, leaf in joined._flat():
+            target: Any = place
+            for key in path:
+                target = _child(target, key)
+            if (
+                not isinstance(leaf, Tensor)
+                or not isinstance(target, Tensor)
+                or target.shape != leaf.shape
+            ):
+                return False
+            pairs.append((target, leaf))
+        for target, leaf in pairs:
+            target.copy_(leaf)
+        return True
+
+
+def _result(result: Any) -> Any:
+    if isinstance(result, Tensor | Tree):
+        return result
+    raise TypeError(
+        f"with out=, fn must return a tensor or TensorDict for every chunk, got {type(result)!r}."
+    )
+
+
+def _child(tree: Any, key: str) -> Any:
+    return tree._leaves[key] if isinstance(tree, Tree) and key in tree._names() else None
+
+
+def _is_small(result: Any) -> bool:
+    if isinstance(result, Tree):
+        return sum(getattr(leaf, "nbytes", 0) for _, leaf in result._flat()) <= _SMALL
+    return getattr(result, "nbytes", 0) <= _SMALL
+
+
+def cut(tree: Tree, dim: int, chunksize: int | None, num_chunks: int | None, workers: int) -> Cut:
+    """Decide how a container is cut.
+
+    Parameters
+    ----------
+    tree
+        What is cut.
+    dim
+        A batch dimension; negative ones count from the last.
+    chunksize, num_chunks
+        One of them at most.
+    workers
+        The number of chunks where neither is given.
+
+    Raises
+    ------
+    ValueError
+        If both are given, or one is out of range.
+    RuntimeError
+        If there is no batch dimension.
+    """
+    if not tree._batch_size:
+        raise RuntimeError("a TensorDict without batch dimensions cannot be cut into chunks.")
+    if chunksize is not None and num_chunks is not None:
+        raise ValueError(
+            f"give chunksize or num_chunks, got both: {chunksize!r} and {num_chunks!r}."
+        )
+    at = dimension(dim, len(tree._batch_size))
+    length = tree._batch_size[at]
+    if chunksize is not None:
+        if chunksize < 0:
+            raise ValueError(f"chunksize must be 0 or more, got {chunksize!r}.")
+        return Cut(at, length, chunksize)
+    number = workers if num_chunks is None else num_chunks
+    if number < 1:
+        raise ValueError(f"num_chunks must be 1 or more, got {number!r}.")
+    return Cut(at, length, max(1, -(-length // number)))

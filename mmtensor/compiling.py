@@ -1,0 +1,67 @@
+"""What `torch.compile` is told when it meets a tensor on a mapping.
+
+Dynamo asks a storage for its size when it first sees a tensor, and that is the only Python
+of ours that runs between the user's call and the compiled code. Where torch has moved what
+is read here, nothing happens, and compiled code raises its own, less clear error.
+"""
+
+import sys
+from typing import Any
+
+from mmtensor.mapping import Mapping
+
+__all__ = ["about_to_compile", "make_before"]
+
+# Backends that run torch's operators, which read from read-only storages; all others
+# generate code, which asks for an address to write to.
+_RUN_OPERATORS = ("eager", "aot_eager")
+
+
+def about_to_compile(mapping: Mapping) -> None:
+    """Prepare `torch.compile` for a tensor on a mapping, if that is what is going on.
+
+    Raises
+    ------
+    torch._dynamo.exc.Unsupported
+        If the mapping is read-only and the backend generates code. Dynamo takes it as a
+        graph break: what uses the tensor runs uncompiled. With ``fullgraph=True`` it is the
+        error that the user sees.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    frame = getattr(getattr(dynamo, "tls", None), "current_tx", None)
+    if frame is None:
+        return
+    # The check of custom operators, which goes on during the first call of compiled code,
+    # refuses every tensor subclass (TypeError: Multiple dispatch failed): with it,
+    # `torch.compile(lambda x: x @ x)` fails once, and then never again. It has no switch
+    # other than this one.
+    config: Any = sys.modules.get("torch._functorch.config")
+    if getattr(config, "check_custom_op_aliasing", False):
+        config.check_custom_op_aliasing = False
+    if mapping.mode.writeable or getattr(frame, "export", False):
+        return
+    backend = getattr(getattr(frame, "output", None), "compiler_fn", None)
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", "")
+    if name not in _RUN_OPERATORS:
+        raise sys.modules["torch._dynamo.exc"].Unsupported(
+            f"torch.compile cannot generate code ({name or 'unknown backend'}) for a read-only "
+            f'tensor: its {_what(mapping)} was opened with mode "r", and generated code asks '
+            'for an address to write to. Open it with mode="c" (private pages, no copy), or '
+            "pass a copy: x.clone(). Without fullgraph=True, what uses it runs uncompiled."
+        )
+
+
+def _what(mapping: Mapping) -> str:
+    return f"file {mapping.path!r}" if mapping.path else "array"
+
+
+def make_before(context: Any) -> None:
+    """Let Dynamo begin again after late leaves were made, which compiled code cannot do.
+
+    For `torch._dynamo.comptime.comptime`, from a method of the leaves.
+    """
+    leaves = context.get_local("self")._ComptimeVar__variable.value
+    leaves.make_all()
+    # What was speculated on the way here would not happen again.
+    context._ComptimeContext__tx.speculation_log.clear()
+    raise sys.modules["torch._dynamo.exc"].RestartAnalysis(restart_reason="leaves were made")

@@ -1,0 +1,349 @@
+"""The three files of a jagged tensor: their names, opening, checking and replacing them."""
+
+import errno
+import math
+import os
+import struct
+import time
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from mmtensor.errors import ShapeError, SizeError
+from mmtensor.jagged_layout import Integers, check_rows
+from mmtensor.mapping import FileMapping, map_descriptor
+from mmtensor.rawfile import open_existing
+
+__all__ = [
+    "Files",
+    "Names",
+    "Opened",
+    "ReplacedError",
+    "check_all",
+    "dimensions",
+    "int64_on",
+    "marker",
+    "names_of",
+    "open_files",
+]
+
+# Replacing takes well under a millisecond; a reader that meets one waits at most this long.
+_PATIENCE = 0.1
+_PAUSE = 0.001
+# Rows that decide how many dimensions a table has, where its size does not.
+_SAMPLE = 16
+_MOST_DIMENSIONS = 64  # NumPy's and torch's limit
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY)
+
+
+class Names(NamedTuple):
+    """The absolute paths of the three files."""
+
+    values: str
+    offsets: str
+    shapes: str
+
+
+class Files(NamedTuple):
+    """Three mapped files.
+
+    Parameters
+    ----------
+    values, offsets, shapes
+        The mappings, each of exactly what the offsets speak of.
+    length, ndim, total
+        Number of elements, dimensions of each, and numbers in all of them.
+    """
+
+    values: FileMapping
+    offsets: FileMapping
+    shapes: FileMapping
+    length: int
+    ndim: int
+    total: int
+
+
+_NOT_OPEN = (-1, os.stat_result((0,) * 10))
+
+
+class ReplacedError(Exception):
+    """The files were replaced, or closed by a writer, while they were being opened."""
+
+
+def names_of(path: str) -> Names:
+    """Return the three paths: ``x.memmap``, ``x.offsets.memmap``, ``x.shape.memmap``."""
+    root, suffix = os.path.splitext(path)
+    return Names(path, f"{root}.offsets{suffix}", f"{root}.shape{suffix}")
+
+
+def marker(ndim: int) -> bytes:
+    """Return what may stand behind the last row of shapes and tells their dimensions.
+
+    Sizes are never negative, so ``-1 - ndim`` cannot be one. It is there while a writer is
+    at work, when there may be more rows than elements, and where there is no row at all.
+    """
+    return struct.pack("=q", -1 - ndim)
+
+
+def int64_on(mapping: FileMapping) -> Integers:
+    """Return a mapping's bytes as int64."""
+    return np.asarray(mapping).view(np.int64)
+
+
+def open_files(
+    path: str, mode: str | None, dtype: np.dtype[Any], ndim: int | None = None
+) -> Files:
+    """Map the three files, all of one version.
+
+    Parameters
+    ----------
+    path
+        Of the values, from `rawfile.absolute`.
+    mode
+        A name in `modes.MODES`, or None: ``"r+"`` if all may be written, else ``"c"``.
+    dtype
+        Of the values.
+    ndim
+        Dimensions of each element; None: found out.
+
+    Raises
+    ------
+    FileNotFoundError
+        It names the file that is missing.
+    SizeError
+        If the files do not fit together.
+    """
+    names = names_of(path)
+    deadline: float | None = None
+    while True:
+        try:
+            if mode is None:
+                try:
+                    return _open_once(names, "r+", dtype, ndim)
+                except OSError as error:
+                    if error.errno not in _DENIED:
+                        raise
+                    return _open_once(names, "c", dtype, ndim)
+            return _open_once(names, mode, dtype, ndim)
+        except ReplacedError:
+            problem: OSError = FileNotFoundError(
+                errno.ENOENT, "the jagged tensor was replaced again and again", path
+            )
+        except FileNotFoundError as error:
+            problem = error
+            if not os.path.exists(names.values):
+                deadline = 0  # nothing is there, and nothing is about to be
+        now = time.monotonic()
+        if deadline is None:
+            deadline = now + _PATIENCE
+        if now > deadline:
+            raise _explained(problem, names) from None
+        time.sleep(_PAUSE)
+
+
+def _explained(error: OSError, names: Names) -> OSError:
+    if error.filename != names.values and error.errno == errno.ENOENT and error.filename:
+        what = "offsets" if error.filename == names.offsets else "shapes"
+        return FileNotFoundError(
+            errno.ENOENT,
+            f"the file with the {what} of the jagged tensor {names.values!r} is missing. Where "
+            "another program wrote values and shapes only, pass the shapes: "
+            "JaggedTensor.from_filename(filename, dtype, shapes)",
+            error.filename,
+        )
+    return error
+
+
+def _open_once(names: Names, mode: str, dtype: np.dtype[Any], ndim: int | None) -> Files:
+    with Opened(names, mode, dtype, ndim) as o:
+        files = Files(
+            map_descriptor(*o.values, names.values, o.mode, 0, o.total * dtype.itemsize),
+            map_descriptor(*o.offsets, names.offsets, o.mode, 0, 8 * (o.length + 1)),
+            map_descriptor(*o.shapes, names.shapes, o.mode, 0, 8 * o.length * o.ndim),
+            o.length,
+            o.ndim,
+            o.total,
+        )
+        o.check_still()
+    return files
+
+
+class Opened:
+    """Three open files that were found to fit together; a context that closes them."""
+
+    __slots__ = ("length", "mode", "names", "ndim", "offsets", "shapes", "total", "values")
+
+    values: tuple[int, os.stat_result]
+    shapes: tuple[int, os.stat_result]
+
+    def __init__(self, names: Names, mode: str, dtype: np.dtype[Any], ndim: int | None) -> None:
+        self.names = names
+        self.values = self.shapes = _NOT_OPEN
+        # The offsets first: they are what is renamed last when all three are replaced.
+        fd, status, self.mode = open_existing(names.offsets, mode)
+        self.offsets = fd, status
+        try:
+            self.values = open_existing(names.values, mode)[:2]
+            self.shapes = open_existing(names.shapes, mode)[:2]
+            self.length = _length(status.st_size, names)
+            self.total = _total(fd, self.length, names)
+            _check_values(self.values[1].st_size, self.total, dtype, names)
+            self.ndim = dimensions(self.shapes[0], fd, self.length, ndim, names)
+        except BaseException as error:
+            try:
+                if isinstance(error, (FileNotFoundError, SizeError)):
+                    self.check_still()
+            finally:
+                self.close()
+            raise
+
+    def check_still(self) -> None:
+        """Raise if the offsets have lost their name to other ones meanwhile."""
+        try:
+            now = os.stat(self.names.offsets)
+        except FileNotFoundError:
+            raise ReplacedError from None
+        status = self.offsets[1]
+        if now.st_ino != status.st_ino or now.st_dev != status.st_dev:
+            raise ReplacedError
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd, _ in (self.offsets, self.values, self.shapes):
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _length(size: int, names: Names) -> int:
+    if size < 8:
+        raise SizeError(
+            f"file {names.offsets!r} must have 8 bytes per element and 8 more, but its size is "
+            f"{size} bytes."
+        )
+    # An append that did not finish may leave a piece of a number.
+    return size // 8 - 1
+
+
+def _total(fd: int, length: int, names: Names) -> int:
+    (first,) = struct.unpack("=q", os.pread(fd, 8, 0))
+    (last,) = struct.unpack("=q", os.pread(fd, 8, 8 * length))
+    if first != 0 or last < 0:
+        raise SizeError(
+            f"file {names.offsets!r} must have offsets that start at 0 and do not decrease, but "
+            f"the first is {first} and the last is {last}. It has no offsets, or is damaged."
+        )
+    return int(last)
+
+
+def _check_values(size: int, total: int, dtype: np.dtype[Any], names: Names) -> None:
+    if size < total * dtype.itemsize:
+        raise SizeError(
+            f"file {names.values!r} must have at least {total * dtype.itemsize} bytes for the "
+            f"{total} values of {dtype.name} that its offsets speak of, but its size is {size} "
+            "bytes. Correct the dtype; or the file was cut."
+        )
+
+
+def dimensions(fd: int, offsets_fd: int, length: int, ndim: int | None, names: Names) -> int:
+    """Find out how many dimensions a file of shapes is for, and check that its rows are there.
+
+    Parameters
+    ----------
+    fd, offsets_fd
+        Descriptors of the shapes and of the offsets.
+    length
+        Number of elements.
+    ndim
+        What the caller expects, or None.
+    names
+        For messages.
+
+    Raises
+    ------
+    SizeError
+        If there are fewer rows than elements.
+    ShapeError
+        If `ndim` is given and the file has another number.
+    """
+    found, size = _marked(fd)
+    if found is None:
+        if os.fstat(offsets_fd).st_size // 8 - 1 != length:
+            raise ReplacedError  # a writer has appended and gone; its marker went with it
+        found = _columns(fd, offsets_fd, length, size, ndim)
+    if found is None or 8 * length * found > size:
+        raise SizeError(
+            f"file {names.shapes!r} must have one row of sizes for each of the {length} elements, "
+            f"but its {size} bytes do not fit the offsets."
+            + ("" if found is None else f" {8 * length * found} bytes were expected.")
+        )
+    if ndim is not None and found != ndim:
+        raise ShapeError(
+            f"the elements of {names.values!r} have {found} dimension{'' if found == 1 else 's'} "
+            f"each, not {ndim}."
+        )
+    return found
+
+
+def _marked(fd: int) -> tuple[int | None, int]:
+    """Read the dimensions that a marker tells, and the size of the file.
+
+    A writer moves the marker ahead of its rows and cuts it off at the end: what has moved
+    meanwhile is read again.
+    """
+    size = os.fstat(fd).st_size
+    while True:
+        data = os.pread(fd, 8, size // 8 * 8 - 8) if size >= 8 else b""
+        last = struct.unpack("=q", data)[0] if len(data) == 8 else 0
+        if last < 0:
+            return -1 - last, size
+        now = os.fstat(fd).st_size
+        if now == size:
+            return None, size
+        size = now
+
+
+def _columns(fd: int, offsets_fd: int, length: int, size: int, ndim: int | None) -> int | None:
+    """Tell the dimensions by the size of a table without a marker, checked by some rows."""
+    if length == 0:
+        return 1 if ndim is None else ndim
+    most, rest = divmod(size, 8 * length)
+    if rest == 0 and _agree(fd, offsets_fd, length, most, 1):
+        return most
+    # More rows than elements, from a program that leaves no marker: what fits the offsets?
+    candidates = range(min(most, _MOST_DIMENSIONS), 0, -1)
+    fitting = [n for n in candidates if _agree(fd, offsets_fd, length, n, min(length, _SAMPLE))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        return ndim if ndim in fitting else None
+    # Nothing fits. A table of the right size has damaged rows, which reading them reports.
+    return most if rest == 0 and most else None
+
+
+def _agree(fd: int, offsets_fd: int, length: int, columns: int, rows: int) -> bool:
+    """Whether the first and the last rows have the products that the offsets ask for."""
+    for first in {0, length - rows}:
+        offsets = _int64(offsets_fd, first, rows + 1)
+        sizes = _int64(fd, first * columns, rows * columns)
+        for row in range(rows):
+            count = math.prod(sizes[row * columns : (row + 1) * columns])
+            if count != offsets[row + 1] - offsets[row]:
+                return False
+    return True
+
+
+def _int64(fd: int, position: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"={count}q", os.pread(fd, 8 * count, 8 * position))
+
+
+def check_all(files: Files) -> None:
+    """Check the offsets and the shapes of every element; see `jagged_layout.check_rows`."""
+    offsets = int64_on(files.offsets)
+    shapes = int64_on(files.shapes).reshape(files.length, files.ndim)
+    check_rows(offsets[:-1], offsets[1:], shapes, files.total)

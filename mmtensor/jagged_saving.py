@@ -1,0 +1,101 @@
+"""Writing the three files of a jagged tensor, and putting them in the place of others."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mmtensor.jagged_files import Files, marker, names_of
+from mmtensor.jagged_layout import Integers
+from mmtensor.mapping import FileMapping, map_descriptor
+from mmtensor.modes import MODES
+from mmtensor.rawfile import Chunk, NewFile, reserve, write_all, write_chunks
+
+__all__ = ["publish", "write_files"]
+
+
+def write_files(
+    path: str,
+    dtype: np.dtype[Any],
+    shapes: Integers,
+    offsets: Integers,
+    chunks: Iterable[Chunk] | None,
+    *,
+    existsok: bool,
+    preallocate: bool = True,
+) -> Files:
+    """Write the three files and map them with mode ``"r+"``.
+
+    Parameters
+    ----------
+    path
+        Of the values, from `rawfile.absolute`.
+    dtype
+        Of the values.
+    shapes, offsets
+        What the side files are to hold.
+    chunks
+        The bytes of the values; None for zeros.
+    existsok, preallocate
+        As for `arrays.create_array`.
+
+    Raises
+    ------
+    ExistingFileError
+        If one of the three exists and `existsok` is false.
+    """
+    names = names_of(path)
+    length, ndim = shapes.shape
+    total = int(offsets[-1])
+    nbytes = total * dtype.itemsize
+    with (
+        NewFile(names.values, existsok=existsok) as first,
+        NewFile(names.offsets, existsok=existsok) as second,
+        NewFile(names.shapes, existsok=existsok) as third,
+    ):
+        if chunks is None:
+            reserve(first.fd, nbytes, preallocate=preallocate)
+        else:
+            write_chunks(first.fd, chunks, nbytes)
+        write_all(second.fd, offsets.data)
+        table = shapes.reshape(-1)
+        write_all(third.fd, table.data if length or ndim == 1 else marker(ndim))
+        files = Files(
+            _map_new(first, nbytes),
+            _map_new(second, offsets.nbytes),
+            _map_new(third, shapes.nbytes),
+            length,
+            ndim,
+            total,
+        )
+        publish(first, second, third, existsok=existsok)
+    return files
+
+
+def _map_new(file: NewFile, nbytes: int) -> FileMapping:
+    return map_descriptor(file.fd, os.fstat(file.fd), file.path, MODES["r+"], 0, nbytes)
+
+
+def publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: bool) -> None:
+    """Give three new files their names, so that no reader ever mixes two versions.
+
+    Without offsets there is no jagged tensor: they go first and come last. A crash in
+    between leaves values and shapes that cannot be opened.
+    """
+    if existsok:
+        try:
+            os.unlink(offsets.path)
+        except FileNotFoundError:
+            pass
+    done: list[str] = []
+    try:
+        for file in (values, shapes, offsets):
+            file.publish()
+            done.append(file.path)
+    except BaseException:
+        if not existsok:
+            # Someone else made one of the files meanwhile; these are ours.
+            for path in done:
+                os.unlink(path)
+        raise

@@ -1,0 +1,225 @@
+"""What workers of a parallel map do: run a function over a range of chunks.
+
+A worker has the container, once, and is told numbers of chunks. What it makes of a range
+goes back as one message.
+"""
+
+import os
+import pickle
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mmtensor.chunks import Cut, Misfit
+
+__all__ = [
+    "FAILED",
+    "JOINED",
+    "MISSING",
+    "NOTHING",
+    "RESULTS",
+    "Job",
+    "Outcome",
+    "Task",
+    "WorkerLost",
+    "portable",
+    "run_cached",
+]
+
+# What a task comes to: every result was None or is written; the results joined, or in a list;
+# an exception of the function; the worker does not have the job.
+NOTHING, JOINED, RESULTS, FAILED, MISSING = range(5)
+
+# Jobs that a worker of somebody else's executor holds: as many as may run side by side in it.
+# What is in them stays in memory until others come.
+_HELD = 2
+_held: OrderedDict[bytes, "Job"] = OrderedDict()
+_SEEDS = 1 << 63
+
+
+class Task:
+    """A range of chunks on its way.
+
+    Parameters
+    ----------
+    first, last
+        The chunks from `first` to before `last`.
+
+    Attributes
+    ----------
+    outcome : Outcome or None
+        What it came to, once it is done.
+    """
+
+    __slots__ = ("first", "last", "outcome")
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
+        self.outcome: Outcome | None = None
+
+
+class WorkerLost(Exception):  # noqa: N818  # it is never seen outside
+    """A worker has died, or cannot be reached.
+
+    Parameters
+    ----------
+    message
+        What is known.
+    task
+        What it was about; None: nobody knows.
+    """
+
+    def __init__(self, message: str, task: Task | None) -> None:
+        super().__init__(message)
+        self.task = task
+
+
+class Outcome(NamedTuple):
+    """What a task comes to.
+
+    Parameters
+    ----------
+    kind
+        `NOTHING`, `JOINED`, `RESULTS`, `FAILED` or `MISSING`.
+    seconds
+        How long the function took, all chunks together.
+    value
+        The results, or the exception.
+    chunk
+        Which chunk has failed.
+    """
+
+    kind: int
+    seconds: float = 0.0
+    value: Any = None
+    chunk: int = 0
+
+
+class Job:
+    """A function, what it is mapped over, and where results go.
+
+    Parameters
+    ----------
+    fn
+        Called with each chunk.
+    source
+        The container that is cut.
+    cut
+        How.
+    out
+        Where results are written; None: they are returned.
+    joins
+        Whether results are stacked or concatenated in the worker, as far as they can be.
+    seed
+        Where the seeds of torch's generator start, one for each chunk; None in threads,
+        which share it.
+    """
+
+    __slots__ = ("cut", "fn", "home", "joins", "out", "seed", "source", "stopped", "token")
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        source: Any,
+        cut: Cut,
+        *,
+        out: Any = None,
+        joins: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        self.fn = fn
+        self.source = source
+        self.cut = cut
+        self.out = out
+        self.joins = joins
+        self.seed = seed
+        self.home = os.getpid()
+        self.token = os.urandom(16)
+        # Seen by threads only.
+        self.stopped = False
+
+    def run(self, first: int, last: int) -> Outcome:
+        """Call the function for the chunks from `first` to before `last`."""
+        away = os.getpid() != self.home
+        seed = self.seed if away else None
+        generator = torch.default_generator
+        cut, fn, source = self.cut, self.fn, self.source
+        results: list[Any] = []
+        began = time.perf_counter()
+        number = first
+        try:
+            for number in range(first, last):
+                if self.stopped:
+                    break
+                if seed is not None:
+                    # Workers that were forked have all the same generator.
+                    generator.manual_seed((seed + number) % _SEEDS)
+                results.append(fn(source[cut.index(number)]))
+            seconds = time.perf_counter() - began
+            return self._outcome(first, results, seconds)
+        except Misfit as error:
+            cause = error.__cause__ or error
+            return Outcome(FAILED, 0.0, portable(cause) if away else cause, error.chunk)
+        except Exception as error:  # noqa: BLE001  # it is raised where the map was called
+            return Outcome(FAILED, 0.0, portable(error) if away else error, number)
+        except BaseException as error:
+            # A worker lives on after sys.exit() in the function; a thread of the caller's own
+            # process may be the one that Ctrl-C is for.
+            if not away:
+                raise
+            return Outcome(FAILED, 0.0, portable(error), number)
+
+    def _outcome(self, first: int, results: list[Any], seconds: float) -> Outcome:
+        nones = sum(result is None for result in results)
+        if self.out is not None:
+            self.cut.store(self.out, first, results)
+            return Outcome(NOTHING, seconds)
+        if nones == len(results):
+            return Outcome(NOTHING, seconds)
+        if self.joins and not nones:
+            try:
+                return Outcome(JOINED, seconds, self.cut.join(results))
+            except (RuntimeError, TypeError, KeyError):
+                pass  # whoever wants them joined says what is wrong
+        return Outcome(RESULTS, seconds, results)
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an exception that arrives in another process, with its traceback as a note."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    note = f"In the worker process:\n{text}"
+    error.__cause__ = error.__context__ = None
+    error.__traceback__ = None
+    error.add_note(note)
+    try:
+        # Those with a constructor of their own may pickle, and yet not come back.
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # made a moment ago
+    except Exception:  # noqa: BLE001  # whatever is wrong with it
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.add_note(note)
+    return error
+
+
+def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
+    """Run a range of chunks in a worker that may have the job from an earlier task.
+
+    Parameters
+    ----------
+    token
+        Which job.
+    job
+        None: the worker is taken to have it. Otherwise it has it from now on.
+    first, last
+        The chunks from `first` to before `last`.
+    """
+    if job is not None and token not in _held:
+        _held[token] = job
+        while len(_held) > _HELD:
+            _held.popitem(last=False)
+    found = _held.get(token)
+    return Outcome(MISSING) if found is None else found.run(first, last)

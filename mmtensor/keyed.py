@@ -1,0 +1,441 @@
+"""The mapping side of a container: keys, leaves, getting, setting."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+
+from mmtensor import indexed
+from mmtensor.geometry import as_shape
+from mmtensor.leaves import DENSE_TYPES, accept, name_path, write
+from mmtensor.tree import Leaves, Tree, path_of
+
+__all__ = ["Keyed"]
+
+_MISSING: Any = object()
+
+
+class Keyed(Tree):
+    """What `TensorDict` has of a mapping; its parameters are described there."""
+
+    __slots__ = ()
+
+    def __init__(self, source: Any = None, batch_size: Any = ()) -> None:
+        size = torch.Size(as_shape(batch_size))
+        self._batch_size = size
+        self._locks = ()
+        self._leaves = leaves = {}
+        if source is None:
+            return
+        items = source._all().items() if isinstance(source, Tree) else source.items()
+        dims = len(size)
+        for key, value in items:
+            if type(key) is str and type(value) in DENSE_TYPES:
+                try:
+                    if value.shape[:dims] == size:
+                        leaves[key] = value
+                        continue
+                except RuntimeError:
+                    pass  # a nested tensor has no shape
+            self.set(key, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        kind = type(index)
+        if kind is str:
+            return self._leaves[index]
+        if kind is int:
+            return indexed.row(self, index)
+        if kind is tuple and index and isinstance(index[0], str | tuple):
+            leaf: Any = self
+            try:
+                for key in index:
+                    leaf = leaf._leaves[key]
+            except (KeyError, AttributeError):
+                return self._find(path_of(index))  # nested tuples, or there is no such key
+            return leaf
+        if isinstance(index, str):
+            return self._leaves[str(index)]
+        return indexed.getitem(self, index)
+
+    def _find(self, path: tuple[str, ...]) -> Any:
+        leaf: Any = self
+        for key in path:
+            if not isinstance(leaf, Tree):
+                raise KeyError(path)
+            leaf = leaf._leaves[key]
+        return leaf
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        kind = type(index)
+        if kind is str or (kind is tuple and index and isinstance(index[0], str | tuple)):
+            self.set(index, value)
+        else:
+            indexed.assign(self, index, value, type(self))
+
+    def __delitem__(self, key: Any) -> None:
+        self.del_(key)
+
+    def __contains__(self, key: Any) -> bool:
+        return self.get(key, _MISSING) is not _MISSING
+
+    def __len__(self) -> int:
+        """Return the size of the first batch dimension."""
+        if not self._batch_size:
+            raise TypeError("a TensorDict without batch dimensions has no length.")
+        return self._batch_size[0]
+
+    def __bool__(self) -> bool:
+        raise TypeError("whether a TensorDict is true is ambiguous: use td.is_empty() or len(td).")
+
+    def __iter__(self) -> Iterator[Self]:
+        for index in range(len(self)):
+            yield indexed.row(self, index)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a leaf or nested TensorDict, or a default.
+
+        Parameters
+        ----------
+        key
+            A string, or a tuple of strings for a nested one.
+        default
+            Returned where there is no such key.
+
+        Examples
+        --------
+        >>> TensorDict({"n": {"x": torch.ones(1)}}).get(("n", "x"))
+        tensor([1.])
+        """
+        try:
+            return self._leaves[key] if type(key) is str else self._find(path_of(key))
+        except KeyError:
+            return default
+
+    def set(self, key: Any, value: Any) -> Self:
+        """Add or replace a leaf; returns the TensorDict.
+
+        Parameters
+        ----------
+        key
+            A string, or a tuple of strings; missing nested TensorDicts are made.
+        value
+            A tensor, JaggedTensor, array, number, string, list of strings, mapping or
+            TensorDict. A nested tensor of torch is copied to a JaggedTensor.
+
+        Raises
+        ------
+        LockedError
+            A `RuntimeError`: the TensorDict is locked.
+        RuntimeError
+            If the value does not have the batch size.
+
+        Examples
+        --------
+        >>> td = TensorDict(batch_size=[2]).set(("n", "x"), torch.ones(2, 5))
+        >>> td["n"].batch_size
+        torch.Size([2])
+        """
+        if type(key) is not str:
+            path = path_of(key)
+            if len(path) > 1:
+                self._nest(path[:-1])._put(path[-1], value, path)
+                return self
+            key = path[0]
+        if self._locks:
+            self._check_unlocked(f"set key {key!r}")
+        if type(value) in DENSE_TYPES:
+            size = self._batch_size
+            try:
+                if value.shape[: len(size)] == size:
+                    self._leaves[key] = value
+                    return self
+            except RuntimeError:
+                pass  # a nested tensor has no shape
+        self._put(key, value, (key,))
+        return self
+
+    def _put(self, key: str, value: Any, path: tuple[str, ...]) -> None:
+        self._check_unlocked(f"set key {name_path(path)}")
+        leaf = accept(path, value, self._batch_size, type(self))
+        if isinstance(leaf, Tree) and any(tree is self for tree in leaf._trees()):
+            raise ValueError(f"a TensorDict cannot contain itself, as key {name_path(path)}.")
+        self._all()[key] = leaf
+
+    def _nest(self, path: tuple[str, ...]) -> "Keyed":
+        """Return a nested TensorDict, made where it is missing."""
+        node: Any = self
+        for number, key in enumerate(path):
+            child = node._leaves.get(key) if type(node._leaves) is dict else node._all().get(key)
+            if child is None:
+                node._check_unlocked(f"set key {name_path(path[: number + 1])}")
+                child = node._all()[key] = self._make({}, node._batch_size)
+            if not isinstance(child, Tree):
+                raise KeyError(f"key {name_path(path[: number + 1])} is a leaf, not nested.")
+            node = child
+        return node  # type: ignore[no-any-return]  # of this class
+
+    def set_(self, key: Any, value: Any) -> Self:
+        """Write a value into the memory of a leaf; returns the TensorDict.
+
+        Works on a locked one: in shared memory and on files, every process sees it.
+
+        Parameters
+        ----------
+        key
+            Of a leaf that is there.
+        value
+            Of the same shape. It is converted to the dtype of the leaf.
+
+        Raises
+        ------
+        KeyError
+            If there is no such leaf.
+        RuntimeError
+            If the shape is another one.
+        ReadOnlyError
+            If the leaf was opened with mode ``"r"``.
+
+        Examples
+        --------
+        >>> td = TensorDict({"x": torch.zeros(2)}).lock_()
+        >>> td.set_("x", torch.ones(2))["x"]
+        tensor([1., 1.])
+        """
+        leaf = self._leaves[key] if type(key) is str else self._find(path_of(key))
+        if isinstance(leaf, Keyed):
+            leaf.update_(value)
+        else:
+            write(path_of(key), leaf, value, self._kind())
+        return self
+
+    def update(self, other: Any) -> Self:
+        """Add or replace the leaves of another TensorDict or mapping, nested ones too.
+
+        Parameters
+        ----------
+        other
+            Its nested mappings are merged with nested TensorDicts of the same key.
+        """
+        items = other._all().items() if isinstance(other, Tree) else other.items()
+        for key, value in items:
+            mine = self.get(key)
+            if isinstance(mine, Keyed) and isinstance(value, Mapping | Tree):
+                mine.update(value)
+            else:
+                self.set(key, value)
+        return self
+
+    def update_(self, other: Any) -> Self:
+        """Write the values of another TensorDict or mapping into the leaves that are here.
+
+        Parameters
+        ----------
+        other
+            With keys of this TensorDict, some or all.
+        """
+        items = other._all().items() if isinstance(other, Tree) else other.items()
+        for key, value in items:
+            self.set_(key, value)
+        return self
+
+    def del_(self, key: Any) -> Self:
+        """Remove a key; returns the TensorDict.
+
+        Parameters
+        ----------
+        key
+            A string or tuple of strings. `KeyError` if it is not there.
+        """
+        self.pop(key)
+        return self
+
+    def pop(self, key: Any, default: Any = _MISSING) -> Any:
+        """Remove a key and return what it held.
+
+        Parameters
+        ----------
+        key
+            A string or tuple of strings.
+        default
+            Returned where there is no such key; without it that is a `KeyError`.
+        """
+        path = path_of(key)
+        self._check_unlocked(f"remove key {name_path(path)}")
+        parent = self._find(path[:-1]) if len(path) > 1 else self
+        if not isinstance(parent, Tree):
+            raise KeyError(path)
+        parent._check_unlocked(f"remove key {name_path(path)}")
+        if path[-1] not in parent._names():
+            if default is _MISSING:
+                raise KeyError(key)
+            return default
+        return parent._all().pop(path[-1])
+
+    def rename_key_(self, old_key: Any, new_key: Any) -> Self:
+        """Give a leaf another key, at the end; returns the TensorDict.
+
+        Parameters
+        ----------
+        old_key, new_key
+            Strings or tuples of strings. `KeyError` if the new one is taken.
+        """
+        self._check_unlocked(f"rename key {name_path(path_of(old_key))}")
+        if path_of(old_key) == path_of(new_key):
+            return self
+        if new_key in self:
+            raise KeyError(f"key {new_key!r} is taken.")
+        value = self[old_key]
+        self.set(new_key, value)
+        self.pop(old_key)
+        return self
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> Any:
+        """Return the keys, in order.
+
+        Parameters
+        ----------
+        include_nested
+            Whether keys of nested TensorDicts follow theirs, as tuples.
+        leaves_only
+            Whether keys of nested TensorDicts themselves are left out.
+
+        Examples
+        --------
+        >>> td = TensorDict({"a": torch.ones(1), "n": {"x": torch.ones(1)}})
+        >>> list(td.keys(True, True))
+        ['a', ('n', 'x')]
+        """
+        if not include_nested and not leaves_only:
+            return self._names()
+        return [key for key, _ in self._items(include_nested, leaves_only)]
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> Any:
+        """Return the values; parameters as for `keys`."""
+        if not include_nested and not leaves_only:
+            return self._all().values()
+        return [value for _, value in self._items(include_nested, leaves_only)]
+
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> Any:
+        """Return pairs of key and value; parameters as for `keys`."""
+        if not include_nested and not leaves_only:
+            return self._all().items()
+        return list(self._items(include_nested, leaves_only))
+
+    def _items(
+        self, nested: bool, leaves_only: bool, prefix: tuple[str, ...] = ()
+    ) -> Iterator[tuple[Any, Any]]:
+        for key, value in self._all().items():
+            path = (*prefix, key)
+            if not isinstance(value, Keyed):
+                yield path if prefix else key, value
+                continue
+            if not leaves_only:
+                yield path if prefix else key, value
+            if nested:
+                yield from value._items(nested, leaves_only, path)
+
+    def is_empty(self) -> bool:
+        """Whether there are no leaves."""
+        return next(self._flat(), None) is None
+
+    def select(self, *keys: Any) -> Self:
+        """Return an unlocked TensorDict with some of the leaves.
+
+        Parameters
+        ----------
+        *keys
+            Strings or tuples of strings. `KeyError` if one is not there.
+
+        Examples
+        --------
+        >>> td = TensorDict({"a": torch.ones(1), "n": {"x": torch.ones(1), "y": torch.ones(1)}})
+        >>> list(td.select(("n", "x")).keys(True, True))
+        [('n', 'x')]
+        """
+        result = self._make({}, self._batch_size)
+        for key in keys:
+            value = self[key] if type(key) is str else self._find(path_of(key))
+            if isinstance(value, Tree):
+                value = value._shallow()
+            if type(key) is str:
+                result._leaves[key] = value
+                continue
+            *parents, last = path_of(key)
+            node, mine = result, self
+            for part in parents:
+                mine = mine._leaves[part]
+                child = node._leaves.get(part)
+                if child is None:
+                    child = node._leaves[part] = self._make({}, mine._batch_size)
+                node = child
+            node._leaves[last] = value
+        return result
+
+    def exclude(self, *keys: Any) -> Self:
+        """Return an unlocked TensorDict without some of the leaves.
+
+        Parameters
+        ----------
+        *keys
+            Strings or tuples of strings; those that are not there do not matter.
+        """
+        result = self._shallow()
+        for key in keys:
+            if type(key) is str:
+                result._leaves.pop(key, None)
+                continue
+            *parents, last = path_of(key)
+            node: Any = result
+            for part in parents:
+                node = node._leaves.get(part) if isinstance(node, Tree) else None
+            if isinstance(node, Tree):
+                node._leaves.pop(last, None)
+        return result
+
+    def flatten_keys(self, separator: str = ".") -> Self:
+        """Return an unlocked TensorDict without nested ones: keys are joined.
+
+        Parameters
+        ----------
+        separator
+            Stands between the parts. `KeyError` if two leaves get the same key.
+
+        Examples
+        --------
+        >>> list(TensorDict({"n": {"x": torch.ones(1)}}).flatten_keys().keys())
+        ['n.x']
+        """
+        leaves: Leaves = {}
+        for path, leaf in self._flat():
+            key = separator.join(path)
+            if key in leaves:
+                raise KeyError(f"two leaves would have the key {key!r}: use another separator.")
+            leaves[key] = leaf
+        return self._make(leaves, self._batch_size)
+
+    def unflatten_keys(self, separator: str = ".") -> Self:
+        """Return an unlocked TensorDict with keys nested at a separator.
+
+        Parameters
+        ----------
+        separator
+            Where keys are taken apart.
+
+        Examples
+        --------
+        >>> list(TensorDict({"n.x": torch.ones(1)}).unflatten_keys()["n"].keys())
+        ['x']
+        """
+        result = self._make({}, self._batch_size)
+        for key, leaf in self._all().items():
+            value = leaf.unflatten_keys(separator) if isinstance(leaf, Keyed) else leaf
+            if separator in key:
+                path = tuple(key.split(separator))
+                if path in result:
+                    raise KeyError(f"two leaves would have the key {path!r}.")
+                result._nest(path[:-1])._leaves[path[-1]] = value
+            elif key in result._leaves:
+                raise KeyError(f"two leaves would have the key {key!r}.")
+            else:
+                result._leaves[key] = value
+        return result

@@ -1,0 +1,276 @@
+"""Writing a tree of leaves to a directory, which appears whole or not at all."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtensor.creation import check_regular, chunks_of
+from mmtensor.directory import NewDirectory, create_beneath, open_directory
+from mmtensor.dtypes import canonical_name
+from mmtensor.geometry import byte_count
+from mmtensor.jagged import JaggedTensor
+from mmtensor.jagged_files import Files, marker
+from mmtensor.jagged_layout import counts_of, offsets_of
+from mmtensor.jagged_parts import on_files
+from mmtensor.leaves import name_path
+from mmtensor.manifest import (
+    DENSE,
+    JAGGED,
+    META,
+    NESTED,
+    STRING,
+    STRINGS,
+    Entry,
+    dump,
+    dump_string,
+    dump_strings,
+    files_of,
+    name_of,
+    owned,
+)
+from mmtensor.mapping import FileMapping, map_descriptor
+from mmtensor.modes import MODES
+from mmtensor.rawfile import reserve, write_all, write_chunks
+from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
+
+__all__ = ["save", "sync_directories"]
+
+
+_NOTHING = memoryview(b"")
+# NumPy shares the memory of these with torch; none of them can be conjugated or negated.
+_PLAIN = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+)
+
+
+class _Leaf(NamedTuple):
+    """A leaf and where it goes: `place` beneath the new directory, in a tree of results."""
+
+    path: tuple[str, ...]
+    value: Any
+    entry: Entry
+    place: str
+    into: MappedLeaves
+
+
+class _Text(NamedTuple):
+    """A meta.json, in a directory beneath the new one."""
+
+    place: str
+    data: bytes
+
+
+def save(tree: Tree, path: str, *, num_threads: int = 0, like: bool = False) -> Any:
+    """Write a tree to a directory, in the place of what an earlier save left there.
+
+    Parameters
+    ----------
+    tree
+        What to write.
+    path
+        From `rawfile.absolute`.
+    num_threads
+        How many threads write leaves; 0 or 1: this one does.
+    like
+        Whether only to make room: zeros of the same shapes and dtypes.
+
+    Returns
+    -------
+    Tree
+        A locked, memory-mapped one, with mode ``"r+"``.
+
+    Raises
+    ------
+    TypeError
+        It names a leaf that cannot be written.
+    ExistingFileError, SymbolicLinkError, OSError
+        As `directory.NewDirectory` does. What was there is there still.
+    """
+    texts: list[_Text] = []
+    leaves: list[_Leaf] = []
+    result = _plan(tree, "", (), texts, leaves)
+    with NewDirectory(path, owned) as new:
+        # A meta.json comes before what it names: what a killed save leaves can be told.
+        for text in texts:
+            if text.place:
+                os.mkdir(text.place, dir_fd=new.fd)
+            _write_text(os.path.join(text.place, META), text.data, new.fd)
+
+        def write(leaf: _Leaf) -> Any:
+            return _write_leaf(leaf, new.fd, path, like)
+
+        for leaf, mapped in zip(leaves, _each(write, leaves, num_threads), strict=True):
+            leaf.into.add(leaf.entry.key, mapped)
+        new.publish()
+    return result._lock(MEMORY_MAPPED, path)
+
+
+def _each(write: Callable[[_Leaf], Any], leaves: list[_Leaf], num_threads: int) -> Iterable[Any]:
+    if num_threads <= 1 or len(leaves) <= 1:
+        return map(write, leaves)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mmtensor-save")
+    try:
+        return list(pool.map(write, leaves))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _plan(
+    tree: Tree,
+    place: str,
+    prefix: tuple[str, ...],
+    texts: list[_Text],
+    leaves: list[_Leaf],
+) -> Any:
+    """List what is to be written; return a tree of the same keys for the results."""
+    entries: list[Entry] = []
+    own = len(texts)
+    texts.append(_Text("", b""))  # parents come before children
+    into = MappedLeaves({})
+    for key, value in tree._all().items():
+        path = (*prefix, key)
+        into.source[key] = None  # keeps the order
+        if isinstance(value, Tensor):
+            entry = _dense(path, value)
+        elif isinstance(value, JaggedTensor):
+            shape = (len(value), value.ndim)
+            entry = Entry(key, JAGGED, canonical_name(value.dtype), shape, name_of(key, JAGGED))
+        else:
+            kind = NESTED if isinstance(value, Tree) else STRING
+            kind = STRINGS if isinstance(value, list) else kind
+            entry = Entry(key, kind, file=name_of(key, kind))
+            there = os.path.join(place, entry.file)
+            if isinstance(value, Tree):
+                into.add(key, _plan(value, there, path, texts, leaves))
+            else:
+                into.add(key, value)
+                data = dump_string(value) if kind == STRING else dump_strings(value)
+                texts.append(_Text(there, data))
+        entries.append(entry)
+        if entry.kind in (DENSE, JAGGED):
+            leaves.append(_Leaf(path, value, entry, place, into))
+    texts[own] = _Text(place, dump(tuple(tree._batch_size), entries))
+    return tree._make(into, tree._batch_size)
+
+
+def _dense(path: tuple[str, ...], value: Tensor) -> Entry:
+    try:
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            check_regular(value.detach())
+        dtype = canonical_name(value.dtype)
+    except TypeError as error:
+        raise type(error)(f"leaf {name_path(path)} cannot be saved: {error}") from None
+    return Entry(path[-1], DENSE, dtype, tuple(value.shape), name_of(path[-1], DENSE))
+
+
+def _write_text(place: str, data: bytes, root: int) -> None:
+    fd = create_beneath(place, root)
+    try:
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+
+
+def _write_leaf(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
+    try:
+        if leaf.entry.kind == DENSE:
+            return _write_dense(leaf, root, path, like)
+        return _write_jagged(leaf, root, path, like)
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{error.strerror}; leaf {name_path(leaf.path)} could not be saved",
+            os.path.join(path, leaf.place, leaf.entry.file),
+        ) from error
+
+
+def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
+    value = leaf.value
+    shape = leaf.entry.shape
+    dtype: torch.dtype = value.dtype
+    if value.requires_grad:
+        value = value.detach()
+    nbytes = byte_count(shape, dtype.itemsize)
+    chunks: Iterable[Any] | None
+    if like:
+        chunks = None
+    elif type(value) is Tensor and dtype in _PLAIN and value.is_cpu and value.is_contiguous():
+        chunks = (_bytes_of(value),)
+    else:
+        chunks = chunks_of(value)
+    mapping = _new_file(leaf.entry.file, leaf.place, root, path, chunks, nbytes)
+    return mapping, dtype, shape
+
+
+def _bytes_of(value: Tensor) -> memoryview:
+    """Return the memory of a regular tensor, at half the price of `chunks_of`."""
+    return Tensor.numpy(value).reshape(-1).view(np.uint8).data if value.numel() else _NOTHING
+
+
+def _new_file(
+    name: str, place: str, root: int, path: str, chunks: Iterable[Any] | None, nbytes: int
+) -> FileMapping:
+    """Write a file beneath the new directory and map it under the name it will have."""
+    if place:
+        name = f"{place}/{name}"
+    fd = create_beneath(name, root)
+    try:
+        if chunks is None:
+            reserve(fd, nbytes)
+        else:
+            write_chunks(fd, chunks, nbytes)
+        return map_descriptor(fd, os.fstat(fd), f"{path}/{name}", MODES["r+"], 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _write_jagged(leaf: _Leaf, root: int, path: str, like: bool) -> JaggedTensor:
+    value: JaggedTensor = leaf.value
+    dtype = value.dtype
+    table = np.ascontiguousarray(value._table())
+    offsets = offsets_of(counts_of(table), dtype.itemsize)
+    length, ndim = table.shape
+    total = int(offsets[-1])
+    shapes = table.reshape(-1).data if length or ndim == 1 else marker(ndim)
+    parts: tuple[tuple[Iterable[Any] | None, int], ...] = (
+        (None if like else value._chunks(), total * dtype.itemsize),
+        ((offsets.data,), offsets.nbytes),
+        ((shapes,) if len(shapes) else (), table.nbytes),
+    )
+    buffer, index, rows = [
+        _new_file(name, leaf.place, root, path, chunks, nbytes)
+        for name, (chunks, nbytes) in zip(files_of(leaf.entry), parts, strict=True)
+    ]
+    return JaggedTensor._of(on_files(Files(buffer, index, rows, length, ndim, total), dtype))
+
+
+def sync_directories(tree: Tree, path: str) -> None:
+    """Write the names of a saved tree and what its ``meta.json`` files say to stable storage."""
+    for place in (os.path.dirname(path), *_directories(tree, path)):
+        fd = open_directory(place)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _directories(tree: Tree, path: str) -> Iterator[str]:
+    yield path
+    for key, leaf in tree._all().items():
+        if isinstance(leaf, Tree):
+            yield from _directories(leaf, os.path.join(path, name_of(key, NESTED)))

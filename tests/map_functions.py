@@ -1,0 +1,141 @@
+"""Functions for the tests of map: worker processes import this module by its name."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from mmtensor import TensorDict
+
+
+class OddlyMade(Exception):  # noqa: N818  # what it is called does not matter
+    """An exception that pickles, and cannot be unpickled."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+        self.two = two
+
+
+def double(td):
+    """Return a TensorDict."""
+    return TensorDict({"y": td["x"] * 2}, td.batch_size)
+
+
+def total(td):
+    """Return a tensor: the sum of each row."""
+    return td["x"].sum(-1)
+
+
+def nothing(_):
+    """Return None."""
+
+
+def negate(td):
+    """Change the chunk in place."""
+    td.set_("x", -td["x"])
+
+
+def slow_if_even(td):
+    """Take longer for every other element."""
+    if int(td["x"][0]) % 2 == 0:
+        time.sleep(0.02)
+    return td["x"][0]
+
+
+def fail_at_five(td):
+    """Raise for the row that starts with 5."""
+    if int(td["x"].reshape(-1)[0]) == 5:
+        raise ValueError("no fives")
+    return td["x"]
+
+
+def fail_oddly(_):
+    """Raise what does not travel."""
+    raise OddlyMade("first", "second")
+
+
+def leave(_):
+    """Try to end the process politely."""
+    sys.exit(7)
+
+
+def exit_hard(td):
+    """End the process."""
+    if int(td["x"].reshape(-1)[0]) == 5:
+        os._exit(3)
+
+
+def kill_itself(td):
+    """End the process as the kernel does when memory runs out."""
+    if int(td["x"].reshape(-1)[0]) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_long(_):
+    """Take longer than any test has patience for."""
+    time.sleep(600)
+
+
+def mixed(td):
+    """Return something for some chunks only."""
+    return td["x"] if int(td["x"][0]) < 3 else None
+
+
+def first_numbers(td):
+    """Return a tensor with another shape for each element."""
+    return torch.arange(int(td["x"][0]) + 1)
+
+
+def words(td):
+    """Return what is no tensor."""
+    return f"row {int(td['x'][0])}"
+
+
+def unpicklable(td):
+    """Return what no other process can have."""
+    return lambda: td
+
+
+def draw(_):
+    """Return a random number."""
+    return torch.rand(())
+
+
+def process(_):
+    """Return the number of the process."""
+    return torch.tensor(os.getpid())
+
+
+def facts(td):
+    """Return a few facts about what the function got, as numbers."""
+    return torch.tensor([td.is_locked, td.is_memmap(), td.is_shared(), td.ndim, len(td["x"])])
+
+
+def length_of_image(td):
+    """Return the number of elements of a jagged leaf, and the length of a text."""
+    return torch.tensor([td["image"].numel(), len(td["name"])])
+
+
+def fill_image(td):
+    """Fill an element of a jagged leaf in place."""
+    td.set_("image", torch.full_like(td["image"], int(td["x"][0])))
+
+
+def image_of_ones(td):
+    """Return a TensorDict for a jagged leaf of out."""
+    return TensorDict({"image": torch.ones_like(td["image"])})
+
+
+def nested(td):
+    """Return a nested TensorDict with text in it."""
+    return TensorDict(
+        {"n": {"x": td["x"] + 1}, "t": f"row {int(td['x'][0])}"},
+        td.batch_size,
+    )
+
+
+def threads(_):
+    """Return how many threads torch uses."""
+    return torch.tensor(torch.get_num_threads())
