@@ -162,9 +162,19 @@ def _mapping_under(array: np.ndarray[Any, Any]) -> tuple[Mapping, int]:
         remapped = _map_again(file, address, extent, "r+" if array.flags.writeable else "r")
         if remapped is not None:
             return remapped, 0
-        if array.flags.writeable:
-            mode = MODES["c"]  # private pages, which only this process has
+        if array.flags.writeable and _memmap_mode(array) == "c":
+            mode = MODES["c"]
     return MemoryMapping(array, address, extent, mode, file), 0
+
+
+def _memmap_mode(array: np.ndarray[Any, Any]) -> str | None:
+    """Return the mode that `numpy.memmap` opened the memory of an array in."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if isinstance(base, np.memmap) and getattr(base, "mode", None) is not None:
+            return str(base.mode)
+        base = base.base
+    return None
 
 
 def _foreign_memmap(array: np.ndarray[Any, Any]) -> str | None:

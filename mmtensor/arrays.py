@@ -59,6 +59,19 @@ class MemoryMappedArray(np.memmap):
         if mapping is not None:
             mapping.flush()
 
+    # numpy.memmap does the same for itself, and not for subclasses.
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        if array is self:  # the target of out=, or of an operator such as +=
+            return array
+        plain = array.view(np.ndarray)
+        return plain[()] if return_scalar else plain
+
+    def __getitem__(self, index: Any) -> Any:
+        item: Any = super().__getitem__(index)
+        if type(item) is MemoryMappedArray and getattr(item, "_mmap", None) is None:
+            return item.view(np.ndarray)  # a copy
+        return item
+
     def __reduce__(self) -> Any:
         return np.asarray(self).__reduce__()
 

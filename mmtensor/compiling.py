@@ -59,9 +59,20 @@ def make_before(context: Any) -> None:
     """Let Dynamo begin again after late leaves were made, which compiled code cannot do.
 
     For `torch._dynamo.comptime.comptime`, from a method of the leaves.
+
+    Raises
+    ------
+    torch._dynamo.exc.RestartAnalysis
+        Dynamo takes it as the order to begin again, and finds the leaves then.
+    torch._dynamo.exc.Unsupported
+        Where torch has moved what is needed: the code runs uncompiled.
     """
-    leaves = context.get_local("self")._ComptimeVar__variable.value
+    errors = sys.modules["torch._dynamo.exc"]
+    try:
+        leaves = context.get_local("self")._ComptimeVar__variable.value
+        log = context._ComptimeContext__tx.speculation_log
+    except AttributeError:
+        raise errors.Unsupported("the leaves of a TensorDict have to be made first") from None
     leaves.make_all()
-    # What was speculated on the way here would not happen again.
-    context._ComptimeContext__tx.speculation_log.clear()
-    raise sys.modules["torch._dynamo.exc"].RestartAnalysis(restart_reason="leaves were made")
+    log.clear()  # what was speculated on the way here would not happen again
+    raise errors.RestartAnalysis(restart_reason="leaves were made")

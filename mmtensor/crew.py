@@ -80,14 +80,19 @@ class Crew:
         Raises
         ------
         WorkerLost
-            If the executor has lost a worker.
+            If the executor has lost a worker, or cannot send what there is to send.
         """
         while True:
             task = self._done.get()
             try:
                 outcome = self._under_way.pop(task).result()
             except (BrokenExecutor, CancelledError) as error:
-                raise WorkerLost(str(error) or type(error).__name__, task) from error
+                # All tasks are told so; whose fault it was is not known.
+                raise WorkerLost(str(error) or type(error).__name__, None) from error
+            except Exception as error:
+                # What the function raises is an outcome. This is the executor's own: a message
+                # that cannot be pickled, a worker of a cluster that has died too often.
+                raise WorkerLost(f"{type(error).__name__}: {error}", task) from error
             if outcome.kind != MISSING:
                 return task, outcome
             self.submit(task, again=True)

@@ -121,6 +121,10 @@ def _remove_owned(fd: int, owned: Owned) -> None:
 
     Interrupted anywhere, it can be gone through again.
     """
+    try:
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | 0o700)  # it may be write-protected
+    except OSError:
+        pass  # somebody else's: what cannot be removed stays
     files, directories = owned(_meta(fd))
     for name in directories:
         try:
@@ -177,7 +181,7 @@ class NewDirectory:
         ``EBUSY`` if it is a mount point or the current directory, or contains it.
     """
 
-    __slots__ = ("_name", "_owned", "_parent", "_temporary", "fd", "path")
+    __slots__ = ("_mode", "_name", "_owned", "_parent", "_temporary", "fd", "path")
 
     def __init__(self, path: str, owned: Owned) -> None:
         if os.open not in os.supports_dir_fd:
@@ -186,7 +190,7 @@ class NewDirectory:
         self._owned = owned
         self._temporary: str | None = None
         parent, self._name = os.path.split(path)
-        mode = self._check()
+        self._mode = self._check()
         try:
             self._parent = open_directory(parent)
         except FileNotFoundError:
@@ -194,8 +198,6 @@ class NewDirectory:
             self._parent = open_directory(parent)
         try:
             self._temporary, self.fd = self._claim()
-            if mode is not None:
-                os.fchmod(self.fd, mode)
         except BaseException:
             os.close(self._parent)
             raise
@@ -320,6 +322,8 @@ class NewDirectory:
             If something else has appeared at the target meanwhile.
         """
         temporary = self._temporary or ""
+        if self._mode is not None:
+            os.fchmod(self.fd, self._mode)
         while True:
             try:
                 _rename_new(temporary, self._name, self._parent)

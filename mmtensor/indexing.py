@@ -23,6 +23,7 @@ _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 _NAMES = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
+_is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 _getitem = Tensor.__getitem__
 _setitem = Tensor.__setitem__
 
@@ -61,8 +62,8 @@ def rows(index: Any, length: int) -> Any:
         if not index.flags.writeable:
             index = index.copy()  # torch warns of those
         index = torch.from_numpy(index)
-    elif not isinstance(index, Tensor):
-        return None
+    elif not isinstance(index, Tensor) or _is_wrapped(index):
+        return None  # under torch.vmap and its kin there are no values yet
     if index.device.type != "cpu" or index.layout is not torch.strided:
         return None
     if index.dtype in _INDEX_DTYPES:

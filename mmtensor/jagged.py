@@ -38,6 +38,7 @@ from mmtensor.jagged_reference import refer, reopen
 from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
+from mmtensor.reference import UNREADABLE, for_checkpoint
 from mmtensor.storage import as_array, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor
@@ -47,8 +48,6 @@ __all__ = ["JaggedTensor"]
 # Below this many bytes per element, an index of every single number is the faster way to
 # gather (measured: 0.1 us per piece against 1 ns per number).
 _TINY = 64
-# torch.save pickles with protocol 2: a checkpoint holds the values.
-_SAVE_PROTOCOL = 2
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 _as_strided = Tensor.as_strided
 
@@ -433,10 +432,13 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, Sequence[Tensor]):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if int(protocol) > _SAVE_PROTOCOL and (reduced := self._reference()) is not None:
+        if not for_checkpoint(protocol) and (reduced := self._reference()) is not None:
             return reduced
         copy = self._compact()._parts
-        return _from_values, (type(self), copy.values, copy.shapes)
+        values = copy.values
+        if values.dtype in UNREADABLE:  # the class knows how to pickle it all the same
+            values = values.as_subclass(MemoryMappedTensor)
+        return _from_values, (type(self), values, copy.shapes)
 
     def _reference(self) -> tuple[Any, ...] | None:
         """Describe this for another process; None if only a copy of the values will do."""

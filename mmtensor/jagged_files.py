@@ -1,10 +1,13 @@
 """The three files of a jagged tensor: their names, opening, checking and replacing them."""
 
+import contextlib
 import errno
 import math
 import os
 import struct
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,6 +17,9 @@ from mmtensor.jagged_layout import Integers, check_rows
 from mmtensor.mapping import FileMapping, map_descriptor
 from mmtensor.rawfile import open_existing
 
+if sys.platform != "win32":
+    import fcntl
+
 __all__ = [
     "Files",
     "Names",
@@ -22,12 +28,14 @@ __all__ = [
     "check_all",
     "dimensions",
     "int64_on",
+    "locked",
     "marker",
     "names_of",
     "open_files",
 ]
 
-# Replacing takes well under a millisecond; a reader that meets one waits at most this long.
+# A reader that meets a replacement waits for its end. On a file system without locks it
+# tries again for this long: replacing takes well under a millisecond.
 _PATIENCE = 0.1
 _PAUSE = 0.001
 # Rows that decide how many dimensions a table has, where its size does not.
@@ -114,31 +122,69 @@ def open_files(
         If the files do not fit together.
     """
     names = names_of(path)
-    deadline: float | None = None
-    while True:
-        try:
-            if mode is None:
-                try:
-                    return _open_once(names, "r+", dtype, ndim)
-                except OSError as error:
-                    if error.errno not in _DENIED:
-                        raise
-                    return _open_once(names, "c", dtype, ndim)
-            return _open_once(names, mode, dtype, ndim)
-        except ReplacedError:
-            problem: OSError = FileNotFoundError(
-                errno.ENOENT, "the jagged tensor was replaced again and again", path
-            )
-        except FileNotFoundError as error:
-            problem = error
-            if not os.path.exists(names.values):
-                deadline = 0  # nothing is there, and nothing is about to be
-        now = time.monotonic()
-        if deadline is None:
-            deadline = now + _PATIENCE
-        if now > deadline:
-            raise _explained(problem, names) from None
-        time.sleep(_PAUSE)
+    try:
+        return _open_in(names, mode, dtype, ndim)
+    except (ReplacedError, FileNotFoundError):
+        pass  # somebody may be replacing it
+    with locked(os.path.dirname(path), shared=True) as alone:
+        deadline = time.monotonic() + (0 if alone else _PATIENCE)
+        while True:
+            try:
+                return _open_in(names, mode, dtype, ndim)
+            except ReplacedError:
+                problem: OSError = FileNotFoundError(
+                    errno.ENOENT, "the jagged tensor was replaced again and again", path
+                )
+            except FileNotFoundError as error:
+                problem = error
+                if not os.path.exists(names.values):
+                    deadline = 0  # nothing is there, and nothing is about to be
+            if time.monotonic() > deadline:
+                raise _explained(problem, names) from None
+            time.sleep(_PAUSE)
+
+
+def _open_in(names: Names, mode: str | None, dtype: np.dtype[Any], ndim: int | None) -> Files:
+    if mode is not None:
+        return _open_once(names, mode, dtype, ndim)
+    try:
+        return _open_once(names, "r+", dtype, ndim)
+    except OSError as error:
+        if error.errno not in _DENIED:
+            raise
+        return _open_once(names, "c", dtype, ndim)
+
+
+@contextlib.contextmanager
+def locked(directory: str, *, shared: bool) -> Iterator[bool]:
+    """Keep others from replacing a jagged tensor in a directory meanwhile (flock(2)).
+
+    Parameters
+    ----------
+    directory
+        Where the files are.
+    shared
+        Whether others may hold such a lock too: readers share it, a writer has it alone.
+
+    Yields
+    ------
+    bool
+        Whether the lock is held; a file system may have none.
+    """
+    fd = -1
+    held = False
+    try:
+        if sys.platform != "win32":
+            try:
+                fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+                held = True
+            except OSError:
+                pass
+        yield held
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _explained(error: OSError, names: Names) -> OSError:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mmtensor.jagged_files import Files, marker, names_of
+from mmtensor.jagged_files import Files, locked, marker, names_of
 from mmtensor.jagged_layout import Integers
 from mmtensor.mapping import FileMapping, map_descriptor
 from mmtensor.modes import MODES
@@ -83,6 +83,16 @@ def publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: boo
     Without offsets there is no jagged tensor: they go first and come last. A crash in
     between leaves values and shapes that cannot be opened.
     """
+    if existsok:
+        # Two that replaced the same one at once would leave the values of one under the
+        # offsets of the other.
+        with locked(os.path.dirname(offsets.path), shared=False):
+            _publish(values, offsets, shapes, existsok=True)
+    else:
+        _publish(values, offsets, shapes, existsok=False)
+
+
+def _publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: bool) -> None:
     if existsok:
         try:
             os.unlink(offsets.path)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mmtensor.chunks import Cut, Misfit
 
@@ -28,6 +29,7 @@ __all__ = [
     "WorkerLost",
     "portable",
     "run_cached",
+    "unpacked",
 ]
 
 # What a task comes to: every result was None or is written; the results joined, or in a list;
@@ -161,7 +163,8 @@ class Job:
                     generator.manual_seed((seed + number) % _SEEDS)
                 results.append(fn(source[cut.index(number)]))
             seconds = time.perf_counter() - began
-            return self._outcome(first, results, seconds)
+            outcome = self._outcome(first, results, seconds)
+            return outcome._replace(value=self._pack(outcome.value)) if away else outcome
         except Misfit as error:
             cause = error.__cause__ or error
             return Outcome(FAILED, 0.0, portable(cause) if away else cause, error.chunk)
@@ -173,6 +176,18 @@ class Job:
             if not away:
                 raise
             return Outcome(FAILED, 0.0, portable(error), number)
+
+    def _pack(self, value: Any) -> Any:
+        """Put tensors into containers, which travel as what they show, in one piece.
+
+        A tensor on its own would be sent by torch, which moves all of the memory that it is a
+        view of to shared memory.
+        """
+        if isinstance(value, list):
+            return [self._pack(one) for one in value]
+        if isinstance(value, Tensor):
+            return _Packed(self.source._make({"": value}, torch.Size()))
+        return value
 
     def _outcome(self, first: int, results: list[Any], seconds: float) -> Outcome:
         nones = sum(result is None for result in results)
@@ -187,6 +202,19 @@ class Job:
             except (RuntimeError, TypeError, KeyError):
                 pass  # whoever wants them joined says what is wrong
         return Outcome(RESULTS, seconds, results)
+
+
+class _Packed(NamedTuple):
+    """A tensor on its way, as the only leaf of a container."""
+
+    tree: Any
+
+
+def unpacked(value: Any) -> Any:
+    """Return results as the function returned them."""
+    if isinstance(value, list):
+        return [unpacked(one) for one in value]
+    return value.tree._leaves[""] if isinstance(value, _Packed) else value
 
 
 def portable(error: BaseException) -> BaseException:
@@ -205,6 +233,12 @@ def portable(error: BaseException) -> BaseException:
     return error
 
 
+# Not empty in a process that was forked, until its first task.
+_forked: list[bool] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _forked.append(True))
+
+
 def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
     """Run a range of chunks in a worker that may have the job from an earlier task.
 
@@ -217,6 +251,10 @@ def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
     first, last
         The chunks from `first` to before `last`.
     """
+    if _forked:
+        # The threads of OpenMP do not survive a fork; torch would wait for them for ever.
+        torch.set_num_threads(1)
+        _forked.clear()
     if job is not None and token not in _held:
         _held[token] = job
         while len(_held) > _HELD:

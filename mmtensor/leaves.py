@@ -164,11 +164,11 @@ def mapping_under(leaf: Any) -> MemoryMap | None:
 
 def clone(leaf: Any) -> Any:
     """Return a copy of a leaf in regular memory."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
     if isinstance(leaf, JaggedTensor):
         return leaf._compact()
-    if isinstance(leaf, list):
-        return list(leaf)
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return list(leaf) if isinstance(leaf, list) else leaf
 
 
 def to_plain(leaf: Any) -> Any:

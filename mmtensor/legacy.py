@@ -17,6 +17,7 @@ from mmtensor.adoption import check_device
 from mmtensor.creation import sizes_of
 from mmtensor.modes import resolve_mode
 from mmtensor.rawfile import Path, absolute
+from mmtensor.reference import for_checkpoint
 from mmtensor.tensor import MemoryMappedTensor
 
 __all__ = ["MemmapTensor"]
@@ -30,7 +31,6 @@ _SPECIAL = (
     "abs array bool complex contains dlpack dlpack_device eq float format ge gt index int "
     "invert le lt ne neg pos reversed setitem"
 )
-_SAVE_PROTOCOL = 2  # of torch.save
 
 
 class MemmapTensor:
@@ -270,7 +270,7 @@ class MemmapTensor:
         return memo.setdefault(id(self), self.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if int(protocol) <= _SAVE_PROTOCOL:
+        if for_checkpoint(protocol):
             return self.clone().__reduce_ex__(protocol)
         owned = self.transfer_ownership and self._deletion and self._deletion.detach()
         return _rebuild, (type(self), self._base, self._index, bool(owned))

@@ -25,6 +25,7 @@ from mmtensor.syscalls import (
     mmap,
     msync,
     munmap,
+    on_overlay,
     written_pages,
 )
 
@@ -196,9 +197,9 @@ class _Pages:
     def __init__(self, base: int, length: int, owner: Any = None) -> None:
         self.base = base
         self.length = length
-        self.owner = owner
-        self.fd = -1
         self.keys: tuple[Any, ...] = ()
+        self.fd = -1
+        self.owner = owner
         self.reference: weakref.ref[Any] | None = None
 
     # The default arguments keep what is needed reachable while the interpreter ends.
@@ -208,13 +209,16 @@ class _Pages:
         live: Any = _live,
         close: Any = os.close,
     ) -> None:
-        for key in self.keys:
-            if live.get(key) is self.reference:
-                live.pop(key, None)
-        if self.fd >= 0:
-            close(self.fd)
-        if self.length:
-            munmap(self.base, self.length)
+        try:
+            for key in self.keys:
+                if live.get(key) is self.reference:
+                    live.pop(key, None)
+            if self.fd >= 0:
+                close(self.fd)
+            if self.length:
+                munmap(self.base, self.length)
+        except AttributeError:
+            pass  # Ctrl-C came while it was made
 
 
 def _shared(mapping: "_M", key: tuple[Any, ...]) -> "_M":
@@ -262,11 +266,15 @@ def _map_otherwise(error: OSError, fd: int, offset: int, length: int, mode: Mode
         # slips past the guards then ends the process, as with every other library.
         return mmap(length, _mmap_module.PROT_READ, _mmap_module.MAP_SHARED, fd, offset)
     if error.errno == errno.ENOMEM:
-        raise OSError(
-            error.errno,
-            f'cannot map {length} bytes in mode "{mode.name}": the system limits private '
-            'memory (ulimit -d, vm.overcommit_memory). Mode "r" and "r+" need none of it',
-        ) from None
+        what = f"{length} bytes"
+        limits = "the address space (ulimit -v) or the number of maps (vm.max_map_count)"
+        if not mode.shared:
+            what += f' in mode "{mode.name}"'
+            limits += (
+                ", or private memory (ulimit -d, vm.overcommit_memory), of which mode "
+                '"r" and "r+" need none'
+            )
+        raise OSError(error.errno, f"cannot map {what}: the system limits {limits}") from None
     if error.errno == errno.ENODEV:
         raise OSError(error.errno, "the file system does not support mmap(2)") from None
     raise error
@@ -281,12 +289,15 @@ class FileMapping(Mapping):
         Bytes in the file when it was mapped.
     device, inode : int
         Which file it is, whatever its name is by now.
+    changed : int
+        When the file had last been changed, in nanoseconds.
     """
 
     __slots__ = (
         "_cached",
         "_handle",
         "_pages",
+        "changed",
         "device",
         "inode",
         "offset",
@@ -304,6 +315,7 @@ class FileMapping(Mapping):
         self.size = status.st_size
         self.device = status.st_dev
         self.inode = status.st_ino
+        self.changed = status.st_ctime_ns
         self._handle: bytes | None = None
         self._cached: Reference | None = None
 
@@ -517,13 +529,37 @@ def map_descriptor(
     if mode.name == "c":
         # Each opening has its own private pages.
         return FileMapping(fd, status, path, mode, offset, nbytes)
-    key = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
+    key: tuple[Any, ...] = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
+    found = _current(key, status)
+    if found is None:
+        if key in _live and on_overlay(path):
+            key += (status.st_ctime_ns,)
+            found = _current(key, status)
+        if found is None:
+            found = _shared(FileMapping(fd, status, path, mode, offset, nbytes), key)
+    found.size = status.st_size
+    return found
+
+
+def _current(key: tuple[Any, ...], status: os.stat_result) -> FileMapping | None:
+    """Return the live mapping under a key if it shows the file as it is now.
+
+    On overlayfs, the first opening for writing copies the file up: the number of the inode
+    stays, and maps that were there go on to show the old bytes.
+    """
     entry = _live.get(key)
     found: FileMapping | None = entry() if entry is not None else None
-    if found is None:
-        found = _shared(FileMapping(fd, status, path, mode, offset, nbytes), key)
-    else:
-        found.size = status.st_size
+    if (
+        found is None
+        or status.st_ino != found.inode
+        or status.st_dev != found.device
+        or (
+            status.st_ctime_ns != found.changed
+            and not found.mode.shared
+            and on_overlay(found.path)
+        )
+    ):
+        return None
     return found
 
 
@@ -546,16 +582,11 @@ def find_file(reference: Reference) -> FileMapping:
         If the file has become too small.
     """
     path, mode, offset, nbytes, size, identity = reference
-    entry = _live.get(reference)
-    found: FileMapping | None = entry() if entry is not None else None
-    if found is not None:
+    if reference in _live:
         # While it is mapped here no other file can have its inode number.
         status = os.stat(path)
-        if (
-            status.st_ino == found.inode
-            and status.st_dev == found.device
-            and status.st_size == size
-        ):
+        found = _current(reference, status)
+        if found is not None and status.st_size == size:
             return found
     origin, device, inode = _IDENTITY.unpack_from(identity)
     handle = identity[_IDENTITY.size :]
@@ -576,7 +607,7 @@ def find_file(reference: Reference) -> FileMapping:
         mapping = map_descriptor(fd, status, path, opened, offset, nbytes)
     finally:
         os.close(fd)
-    if mode != "c":
+    if mode != "c" and reference not in _live:
         mapping = _shared(mapping, reference)
     if here and mapping._handle is None:
         mapping._handle = handle  # compared above, or absent there as well

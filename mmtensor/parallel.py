@@ -18,7 +18,7 @@ from mmtensor.chunks import Cut, Misfit, cut
 from mmtensor.crew import Crew, Inline
 from mmtensor.errors import MapError, ShapeError
 from mmtensor.jagged import JaggedTensor
-from mmtensor.jobs import FAILED, JOINED, NOTHING, Job, Outcome, Task, WorkerLost
+from mmtensor.jobs import FAILED, JOINED, NOTHING, Job, Outcome, Task, WorkerLost, unpacked
 from mmtensor.leaves import mapping_under, name_path
 from mmtensor.mapping import FileMapping, SharedMapping
 from mmtensor.pool import Pool
@@ -195,15 +195,13 @@ def _check_source(tree: Tree, kind: int) -> None:
 
 def _lost(error: WorkerLost, place: Cut) -> MapError:
     task = error.task
+    what = str(error).rstrip(".")
     if task is None:
-        return MapError(f"a worker of map was lost: {error}.")
+        return MapError(f"a worker of map was lost: {what}.")
     last = task.last - 1
     if task.first == last:
-        return MapError(f"{error}, at work on {place.describe(last)}.", last)
-    return MapError(
-        f"{error}, at work on chunks {task.first} to {last} of {place.count}; chunksize= and "
-        "num_chunks= say what a chunk is."
-    )
+        return MapError(f"{what}, at work on {place.describe(last)}.", last)
+    return MapError(f"{what}, at work on chunks {task.first} to {last} of {place.count}.")
 
 
 def _check_outcome(outcome: Outcome, place: Cut) -> None:
@@ -248,7 +246,7 @@ def _work(
         task, outcome = crew.next()
         running -= 1
         _check_outcome(outcome, place)
-        task.outcome = outcome
+        task.outcome = outcome._replace(value=unpacked(outcome.value))
         done = task.last - task.first
         if progress is not None:
             progress.update(done)

@@ -5,11 +5,12 @@ its queues need a thread or a lock each, and it learns of the death of a worker,
 task that was about. Here every worker has a pipe of its own and one task at a time.
 """
 
+import gc
+import importlib
 import os
 from multiprocessing import connection, parent_process, util
 from multiprocessing.context import BaseContext
 from signal import SIGINT, signal
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ import torch
 from mmtensor.jobs import FAILED, Job, Outcome, Task, WorkerLost, portable
 
 __all__ = ["Pool"]
+
+# Windows has none, and no forks either.
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 
 class Pool:
@@ -40,34 +44,37 @@ class Pool:
 
     def __init__(self, job: Job, workers: int, context: BaseContext) -> None:
         self.capacity = workers
+        self._job = job
+        self._context: Any = context
+        self._forks = context.get_start_method() == "fork"
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._idle: list[Any] = []
         self._busy: dict[Any, Task] = {}
         # In time for the end of the interpreter, which waits for processes.
         self._finalizer = util.Finalize(
             self, _kill, args=(self._processes, self._pipes), exitpriority=100
         )
-        forked = context.get_start_method() == "fork"
+
+    def _start(self) -> Any:
+        """Start a worker; return the pipe to it."""
+        near, far = self._context.Pipe()
+        self._pipes.append(near)
         try:
-            for number in range(workers):
-                near, far = context.Pipe()
-                self._pipes.append(near)
-                process = context.Process(  # type: ignore[attr-defined]  # every context has it
-                    target=_worker,
-                    args=(far, list(self._pipes) if forked else [], job),
-                    name=f"mmtensor-map-{number}",
-                )
-                process.start()
-                far.close()
-                self._processes.append(process)
-        except BaseException:
-            self.stop(kill=True)
-            raise
-        self._idle = list(self._pipes)
+            process = self._context.Process(
+                target=_worker,
+                args=(far, list(self._pipes) if self._forks else [], self._job),
+                name=f"mmtensor-map-{len(self._pipes)}",
+            )
+            process.start()
+        finally:
+            far.close()
+        self._processes.append(process)
+        return near
 
     def submit(self, task: Task) -> None:
-        """Give a task to a worker that has none."""
-        pipe = self._idle.pop()
+        """Give a task to a worker that has none; the first ones start the workers."""
+        pipe = self._idle.pop() if self._idle else self._start()
         self._busy[pipe] = task
         try:
             pipe.send((task.first, task.last))
@@ -133,14 +140,17 @@ def _worker(pipe: Any, others: list[Any], job: Job) -> None:
     """Do what comes through a pipe, until its other end is closed."""
     for other in others:
         other.close()
+    # A collection would touch, and so copy, every page that is shared with the parent.
+    gc.freeze()
     # More threads than processors make everything slower, and those of OpenMP may be in any
     # state after a fork.
     torch.set_num_threads(1)
-    np.random.seed()  # noqa: NPY002  # forked workers have all the same state
+    # Forked workers have all the same state.
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))  # noqa: NPY002
     # Ctrl-C reaches every process of a terminal. The one that called `map` ends its workers;
     # what they have started gets the signal as usual, which it would not if it was ignored.
     signal(SIGINT, _leave_it)
-    Thread(target=_end_with_parent, name="mmtensor-parent", daemon=True).start()
+    _end_with_parent()
     while True:
         try:
             first, last = pipe.recv()
@@ -161,8 +171,22 @@ def _leave_it(number: int, frame: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that has started it ends, however that ends."""
+    """Let this worker end when the process that has started it ends, however that ends.
+
+    Between tasks it would notice anyway, but not in the middle of one. The sentinel of a
+    process is a pipe whose other end its parent holds; the kernel sends SIGIO when that end is
+    closed, which ends a process that does not expect it. (A thread that waits for the same
+    takes 3 ms to start after a fork.)
+    """
     parent = parent_process()
-    if parent is not None:
-        parent.join()
+    if fcntl is None or parent is None:
+        return
+    sentinel = parent.sentinel
+    try:
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    except OSError:  # not for pipes on this system
+        return
+    if not parent.is_alive():
         os._exit(1)

@@ -296,6 +296,7 @@ class NewFile:
     __slots__ = ("_existsok", "_permissions", "_temporary", "fd", "path")
 
     def __init__(self, path: str, *, existsok: bool = False, nbytes: int = 0) -> None:
+        self.fd = -1
         self.path = path
         self._existsok = existsok
         self._permissions: int | None = None
@@ -310,13 +311,14 @@ class NewFile:
             except OSError as error:
                 if error.errno not in _NO_TMPFILE or not os.path.isdir(directory):
                     raise _no_directory(error, path) from None
-        temporary = self._beside()
+        # Named before it exists: an interrupt in between must not leave it behind.
+        self._temporary = self._beside()
         try:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | _CLOEXEC
-            self.fd = os.open(temporary, flags, 0o666)
+            self.fd = os.open(self._temporary, flags, 0o666)
         except OSError as error:
+            self._temporary = None
             raise _no_directory(error, path) from None
-        self._temporary = temporary
 
     def _check_target(self) -> None:
         # Usually nothing is there, which lstat would say with an exception, at ten times the cost.
@@ -363,9 +365,8 @@ class NewFile:
             os.fsync(self.fd)
         if self._existsok:
             if self._temporary is None:
-                temporary = self._beside()
-                link_descriptor(self.fd, temporary)
-                self._temporary = temporary
+                self._temporary = self._beside()
+                link_descriptor(self.fd, self._temporary)
             os.replace(self._temporary, self.path)
         else:
             self._publish_new()
@@ -408,9 +409,23 @@ class NewFile:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        os.close(self.fd)
+        self._release()
+
+    def __del__(self) -> None:
+        # Ctrl-C can come before the `with` statement has the file, or after it has it no more.
+        if getattr(self, "fd", -1) >= 0 or getattr(self, "_temporary", None) is not None:
+            self._release()
+
+    def _release(self) -> None:
+        fd, self.fd = self.fd, -1
         if self._temporary is not None:
-            os.unlink(self._temporary)
+            try:
+                os.unlink(self._temporary)
+            except FileNotFoundError:
+                pass  # renamed just before an interrupt came
+            self._temporary = None
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_chunks(fd: int, chunks: Iterable[Chunk], nbytes: int) -> None:

@@ -1,5 +1,6 @@
 """How tensors on mappings cross processes: by reference, by descriptor, or by value."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from multiprocessing import AuthenticationError, reduction
@@ -12,9 +13,9 @@ from torch.multiprocessing import reductions as _reductions
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
-from mmtensor.storage import TORCH_DTYPES, MappedStorage, storage_on, tensor_on
+from mmtensor.storage import TORCH_DTYPES, WORDS, MappedStorage, storage_on, tensor_on
 
-__all__ = ["reduce_tensor", "register", "regular_copy"]
+__all__ = ["UNREADABLE", "for_checkpoint", "reduce_tensor", "register", "regular_copy"]
 
 _torch: Any = _reductions  # untyped in torch
 
@@ -23,23 +24,47 @@ _torch: Any = _reductions  # untyped in torch
 _SAVE_PROTOCOL = 2
 _CONJ, _NEG = 1, 2
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Regular tensors of these dtypes torch pickles in a format that it cannot read.
+UNREADABLE = {
+    dtype
+    for name, dtype in TORCH_DTYPES.items()
+    if name.startswith("float8") or name in ("uint16", "uint32", "uint64")
+}
 # The class of tensors that a reference names by leaving it out; see `register`.
 _kind: type[torch.Tensor] = torch.Tensor
 
 
-def reduce_tensor(tensor: torch.Tensor, protocol: int) -> Any:
+def for_checkpoint(protocol: Any) -> bool:
+    """Whether what a ``__reduce_ex__`` is asked for goes into a checkpoint; call it from there.
+
+    A checkpoint stands alone: it holds values. torch.save uses protocol 2 by default; with
+    another one, the frame that called the pickler tells (pickle's own frames are C).
+    """
+    return (
+        int(protocol) <= _SAVE_PROTOCOL
+        or sys._getframe(2).f_globals.get("__name__") == "torch.serialization"
+    )
+
+
+def reduce_tensor(tensor: torch.Tensor, protocol: int, *, by_value: bool = False) -> Any:
     """Reduce a tensor on a mapping for `pickle`: what `__reduce_ex__` returns.
 
     A tensor of a file becomes a reference with its exact geometry. Anonymous memory, a
     private copy that was written to, and a file that its name no longer leads to become a
     regular tensor with the values.
     """
-    if protocol > _SAVE_PROTOCOL:
+    if not by_value:
         mapping = _mapping_to_send(tensor)
         if isinstance(mapping, FileMapping):
             return _reference(tensor, mapping)
     copy: Any = _with_state(regular_copy(tensor), tensor)
+    if not by_value and tensor.dtype in UNREADABLE:
+        return _of_words, (copy.view(WORDS[tensor.itemsize]), _NAMES[tensor.dtype])
     return copy.__reduce_ex__(protocol)
+
+
+def _of_words(words: torch.Tensor, dtype: str) -> torch.Tensor:
+    return words.view(TORCH_DTYPES[dtype])
 
 
 def _reduce_across(tensor: torch.Tensor) -> Any:
@@ -180,7 +205,7 @@ def _storage_mapping_to_send(storage: MappedStorage) -> Mapping | None:
 
 
 def _reduce_storage(storage: MappedStorage, protocol: int = 4) -> Any:
-    if protocol > _SAVE_PROTOCOL:
+    if not for_checkpoint(protocol):
         mapping = _storage_mapping_to_send(storage)
         if isinstance(mapping, FileMapping):
             return storage_on, (mapping,)

@@ -16,6 +16,7 @@ from mmtensor.mapping import Mapping, MemoryMapping
 __all__ = [
     "HAVE_GUARD",
     "TORCH_DTYPES",
+    "WORDS",
     "MappedStorage",
     "as_array",
     "as_kind",
@@ -44,7 +45,7 @@ _native: dict[torch.dtype, np.dtype[Any]] = {
 # device applies.
 _prototypes = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in TORCH_DTYPES.values()}
 # An integer of each size, to see the bytes of dtypes that NumPy lacks.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _torch_cache: dict[Any, torch.dtype] = {dtype: dtype for dtype in TORCH_DTYPES.values()}
 
 # A storage so marked refuses every kernel that asks for a pointer to write through.
@@ -79,7 +80,7 @@ class MappedStorage(torch.UntypedStorage):
         What holds the bytes.
     """
 
-    mapping: Mapping
+    mapping: Mapping  # set right after the class is
 
     def data_ptr(self) -> int:
         """Return the address of the first byte, of read-only storages as well."""
@@ -119,6 +120,21 @@ class MappedStorage(torch.UntypedStorage):
         """Return the number of bytes."""
         about_to_compile(self.mapping)
         return self.nbytes()
+
+    def new(self) -> torch.UntypedStorage:
+        """Return an empty storage of regular memory."""
+        make: Any = torch.UntypedStorage  # untyped in torch
+        return make(device="cpu")  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a byte, or a copy of a range of bytes in regular memory.
+
+        torch's own slice is a storage on the same memory that does not keep it alive.
+        """
+        if isinstance(index, slice):
+            return self.clone()[index]
+        item: Any = super().__getitem__  # untyped in torch
+        return item(index)
 
     def clone(self) -> torch.UntypedStorage:
         """Return a copy in regular memory."""
@@ -246,7 +262,7 @@ def words(tensor: Tensor) -> np.ndarray[Any, Any]:
             int(tensor.storage_offset()) * itemsize,
         )
     plain = tensor.as_subclass(Tensor) if type(tensor) is not Tensor else tensor
-    return Tensor.numpy(plain.view(_WORDS[tensor.itemsize]))
+    return Tensor.numpy(plain.view(WORDS[tensor.itemsize]))
 
 
 def as_array(tensor: Tensor, *, force: bool = False) -> np.ndarray[Any, Any]:
@@ -269,7 +285,7 @@ def as_array(tensor: Tensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     dtype = numpy_dtype(tensor.dtype)
     if mapping is None:
         plain = tensor.as_subclass(Tensor)
-        return Tensor.numpy(plain.view(_WORDS[tensor.itemsize])).view(dtype)
+        return Tensor.numpy(plain.view(WORDS[tensor.itemsize])).view(dtype)
     itemsize = dtype.itemsize
     return mapping.view(
         dtype,

@@ -21,6 +21,7 @@ __all__ = [
     "mmap",
     "msync",
     "munmap",
+    "on_overlay",
     "pwritev",
     "rename_exchange",
     "rename_noreplace",
@@ -199,6 +200,16 @@ def file_handle(path: str | int) -> bytes:
         return b""
     raw = buffer.raw
     return raw[8 : 8 + struct.unpack_from("I", raw)[0]]
+
+
+def on_overlay(path: str) -> bool:
+    """Whether a file is on overlayfs, as in a container's image. See statfs(2)."""
+    if not LINUX:
+        return False
+    buffer = ctypes.create_string_buffer(256)  # struct statfs, whose first field is the type
+    if _libc.statfs(os.fsencode(path), buffer):
+        return False
+    return bool(struct.unpack_from("l", buffer)[0] == 0x794C7630)
 
 
 def written_pages(address: int, length: int) -> bool:

@@ -1,5 +1,6 @@
 """`MemoryMappedTensor`: a torch tensor whose storage is a file or shared memory."""
 
+import sys
 from copy import deepcopy
 from typing import Any, Literal, Self
 
@@ -17,7 +18,7 @@ from mmtensor.mapping import Mapping
 from mmtensor.modes import ModeName
 from mmtensor.prefetch import read_ahead, will_need_rows
 from mmtensor.rawfile import Path
-from mmtensor.reference import reduce_tensor, register, regular_copy
+from mmtensor.reference import for_checkpoint, reduce_tensor, register, regular_copy
 from mmtensor.storage import as_array, refuse_write
 from mmtensor.views import install, keeping_bounds, refuse_gradients
 
@@ -219,6 +220,8 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
             If a number is out of range.
         ValueError
             If `out` has another shape or dtype.
+        RuntimeError
+            If `out` requires gradients or is read-only.
 
         Examples
         --------
@@ -244,6 +247,8 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
                 f"out must be a contiguous tensor of shape {expected} and dtype {self.dtype}, "
                 f"got shape {tuple(out.shape)} and dtype {out.dtype}."
             )
+        if out.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("out must not require gradients. Pass out.detach().")
         refuse_write(out, "x.take(out=...)")
         if self.numel() == 0 or any(t.is_conj() or t.is_neg() for t in (self, out)):
             return out.copy_(gather(self, numbers, numbers))
@@ -406,6 +411,11 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
         mapping = self._mapping()
         if mapping is None or mapping.mode.writeable:
             return super().__dlpack__(**kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == "torch.utils.dlpack":
+            raise BufferError(
+                "torch.from_dlpack ignores that memory is read-only, and would write to it. The "
+                "tensor is one already; for one to write to, take a copy: x.clone()."
+            )
         # NumPy marks the capsule as read-only where the consumer knows of that.
         return as_array(self).__dlpack__(**kwargs)
 
@@ -414,7 +424,7 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
         return Tensor.tolist(self) if is_compiling() else regular_copy(self).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_tensor(self, int(protocol))
+        return reduce_tensor(self, int(protocol), by_value=for_checkpoint(protocol))
 
     def __copy__(self) -> Self:
         copy: Any = Tensor.view_as(self, self)

@@ -15,6 +15,7 @@ from mmtensor.leaves import DENSE_TYPES, accept, clone, mapping_under, to_plain
 from mmtensor.loading import load
 from mmtensor.modes import ModeName
 from mmtensor.rawfile import Path, absolute
+from mmtensor.reference import for_checkpoint
 from mmtensor.rendering import as_html, as_text
 from mmtensor.saving import save, sync_directories
 from mmtensor.shared import reduce_tree, register, share
@@ -23,9 +24,6 @@ from mmtensor.tree import MEMORY_MAPPED, SHARED, Leaves, Tree
 from mmtensor.upward import Upward, collate
 
 __all__ = ["TensorDict"]
-
-# torch.save pickles with protocol 2: a checkpoint holds the values.
-_SAVE_PROTOCOL = 2
 
 
 class TensorDict(Upward):
@@ -553,7 +551,7 @@ class TensorDict(Upward):
         return handler(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if int(protocol) > _SAVE_PROTOCOL:
+        if not for_checkpoint(protocol):
             return reduce_tree(self)
         return reduce_tree(self._map(clone))
 

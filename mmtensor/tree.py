@@ -116,6 +116,24 @@ class LazyLeaves(LateLeaves):
         """Index a leaf of the source."""
         return index_leaf(self.source[key], self.index)
 
+    def complete(self) -> dict[str, Any]:
+        """Return all leaves, in order, as a plain dict."""
+        if is_compiling():
+            return super().complete()
+        source, index = self.source, self.index
+        leaves = {}
+        for key in self.names():
+            leaf = self.get(key)
+            if leaf is None:
+                leaf = source[key]
+                if type(leaf) is MemoryMappedTensor:  # at half the price of `make`
+                    leaf = _getitem(leaf, index)
+                    leaf.__class__ = MemoryMappedTensor
+                else:
+                    leaf = index_leaf(leaf, index)
+            leaves[key] = leaf
+        return leaves
+
 
 class MappedLeaves(LateLeaves):
     """Leaves on mappings that are there: a tensor is an object that can be made late.

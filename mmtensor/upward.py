@@ -3,13 +3,16 @@
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from mmtensor import joining
 from mmtensor.keyed import Keyed
 from mmtensor.tree import Tree
+
+if TYPE_CHECKING:
+    from mmtensor.batches import Batches
 
 __all__ = ["Upward", "collate"]
 
@@ -165,7 +168,7 @@ class Upward(Keyed):
         prefetch: int = 2,
         num_threads: int = 1,
         out: Any = None,
-    ) -> Any:
+    ) -> "Batches":
         """Iterate over the elements once, in batches, in this process.
 
         Dense leaves are gathered into buffers that are used again: a batch is valid until
@@ -208,7 +211,7 @@ class Upward(Keyed):
         >>> len(td.batches(2, shuffle=True, generator=generator, drop_last=True))
         2
         """
-        return _above("batches").Batches(
+        batches: Batches = _above("batches").Batches(
             self,
             batch_size,
             shuffle=shuffle,
@@ -218,6 +221,7 @@ class Upward(Keyed):
             num_threads=num_threads,
             out=out,
         )
+        return batches
 
     def __getitems__(self, indices: Iterable[int]) -> Self:
         """Gather a batch for `torch.utils.data.DataLoader`."""

@@ -8,6 +8,9 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+# Before torch is imported: the threads of OpenMP do not survive a fork, and tests fork.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import hypothesis
 import numpy as np
 import pytest

@@ -1,5 +1,8 @@
 """Child processes for the tests of jagged tensors: spawn imports this module by its name."""
 
+import itertools
+import random
+
 import torch
 
 import mmtensor
@@ -32,3 +35,20 @@ def double(inward, outward):
     for element in j:
         element.mul_(2)
     outward.put("done")
+
+
+def of_equal_total(number):
+    """Return five elements with 100 numbers in all, in a split that the number decides."""
+    cuts = [0, *sorted(random.Random(number).sample(range(1, 100), 4)), 100]  # noqa: S311
+    return [
+        torch.full((stop - start,), number % 250, dtype=torch.uint8)
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def replace_again_and_again(path, first, stop):
+    """Replace a jagged tensor until told to stop."""
+    number = first
+    while not stop.is_set():
+        number = (number + 1) % 250
+        JaggedTensor.from_tensors(of_equal_total(number), filename=path, existsok=True)

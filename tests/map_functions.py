@@ -139,3 +139,13 @@ def nested(td):
 def threads(_):
     """Return how many threads torch uses."""
     return torch.tensor(torch.get_num_threads())
+
+
+def view(td):
+    """Return a part of the source itself."""
+    return td["x"]
+
+
+def map_again(td):
+    """Start processes from a worker."""
+    return td.map(total, chunksize=0, num_workers=2, mp_start_method="fork")

@@ -316,3 +316,57 @@ def test_locate_wrong_things(thing):
     """Only arrays and tensors can be located."""
     with pytest.raises(TypeError, match="locate takes a NumPy array or a torch tensor, got"):
         mmtensor.locate(thing)
+
+
+class TestResults:
+    """What comes of an opened array is what comes of a regular one, but for views."""
+
+    @pytest.fixture
+    def x(self, tmp_path):
+        """Return an opened array and a regular one with the same values."""
+        values = np.arange(6, dtype="f4").reshape(2, 3)
+        values.tofile(tmp_path / "x.bin")
+        return mmtensor.open_array(tmp_path / "x.bin", "f4", (2, 3), mode="c"), values
+
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            lambda x: x + 1,
+            lambda x: x > 2,
+            lambda x: x @ x.T,
+            np.sqrt,
+            lambda x: x[[0, 1]],
+            lambda x: x[x > 3],
+            lambda x: x[x > 30],
+            lambda x: x.sum(axis=0),
+            lambda x: x.sum(),
+            lambda x: x.max(),
+            lambda x: x.mean(),
+            np.std,
+            lambda x: x[1, 2],
+            lambda x: {x.min(): 1}[x.min()],
+        ],
+    )
+    def test_copies_are_regular(self, x, operation):
+        """Arithmetic, gathering and reductions give regular arrays and scalars."""
+        found, expected = operation(x[0]), operation(x[1])
+        assert type(found) is type(expected)
+        np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize(
+        "view", [lambda x: x[0], lambda x: x[:, 1:], lambda x: x.T, lambda x: x[...], np.ravel]
+    )
+    def test_views_keep_their_class(self, x, view):
+        """Views are of the class, and know their file."""
+        array = view(x[0])
+        assert type(array) is mmtensor.MemoryMappedArray
+        assert (array.filename, array.mode) == (x[0].filename, "c")
+
+    def test_targets_keep_their_class(self, x):
+        """What is written to stays what it is."""
+        array = x[0]
+        assert np.add(array, 1, out=array) is array
+        before = array
+        array += 1
+        assert array is before
+        np.testing.assert_array_equal(array, x[1] + 2)

@@ -307,6 +307,8 @@ def test_dlpack(numbers):
     array = np.from_dlpack(x)
     assert not array.flags.writeable
     assert array.ctypes.data == x.data_ptr()
+    with pytest.raises(BufferError, match="from_dlpack ignores that memory is read-only"):
+        torch.from_dlpack(x)
     y = MemoryMappedTensor.from_filename(path, "f4", (3, 4), mode="r+")
     torch.from_dlpack(y)[0, 0] = 50
     assert np.fromfile(path, "f4")[0] == 50

@@ -262,3 +262,28 @@ class TestDeepcopy:
         other = copy.deepcopy(x.untyped_storage())
         assert type(other) is torch.UntypedStorage
         assert other.tolist() == x.untyped_storage().tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pickle_protocol": 4},
+        {"pickle_protocol": 5},
+        {"pickle_protocol": 5, "_use_new_zipfile_serialization": False},
+    ],
+)
+def test_other_protocols(tmp_path, kind, options):
+    """A checkpoint stands alone whatever the protocol of its pickles is."""
+    x = make(tmp_path, kind, real_values())
+    jagged = mmtensor.JaggedTensor.from_tensors([x[0], x[1]], filename=tmp_path / "j.bin")
+    module = torch.nn.Module()
+    module.register_buffer("x", x)
+    data = saved({"x": x[1:], "jagged": jagged, "state": module.state_dict()}, **options)
+    assert b".bin" not in data
+    remove_files(tmp_path)
+    loaded = load(data, weights_only=False)  # torch reads no other protocol otherwise
+    assert type(loaded["x"]) is torch.Tensor
+    assert torch.equal(loaded["x"], real_values()[1:])
+    assert torch.equal(loaded["jagged"][1], real_values()[1])
+    assert torch.equal(loaded["state"]["x"], real_values())

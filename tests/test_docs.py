@@ -127,7 +127,8 @@ def test_pack_images_keeps_its_promises(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout
     elements = [
-        int(n.replace(",", "")) for n in re.findall(r"^  ([\d,]+) elements", done.stdout, re.MULTILINE)
+        int(n.replace(",", ""))
+        for n in re.findall(r"^  ([\d,]+) elements", done.stdout, re.MULTILINE)
     ]
     assert len(elements) == 2
     assert elements[0] >= 10

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.multiprocessing
 from conftest import descriptors
-from jagged_children import answer, double, facts, fill
+from jagged_children import (
+    answer,
+    double,
+    facts,
+    fill,
+    of_equal_total,
+    replace_again_and_again,
+)
 from torch.utils.data import DataLoader, Subset
 
 import mmtensor
@@ -309,3 +316,42 @@ def test_collating_in_workers(layout, tmp_path):
             torch.testing.assert_close(
                 [x.clone() for x in got.unbind()], [x.clone() for x in wanted.unbind()]
             )
+
+
+@pytest.mark.slow
+def test_two_that_replace_at_once(tmp_path):
+    """A reader gets one version whole, however many processes replace at the same time."""
+    path = tmp_path / "x.bin"
+    splits = {number: [len(x) for x in of_equal_total(number)] for number in range(250)}
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    JaggedTensor.from_tensors(of_equal_total(0), filename=path)
+    writers = [
+        context.Process(target=replace_again_and_again, args=(path, first, stop))
+        for first in (0, 100)
+    ]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(300):
+            elements = [x.tolist() for x in JaggedTensor.from_filename(path, "uint8", mode="r")]
+            values = set().union(*elements)
+            assert len(values) == 1
+            assert [len(x) for x in elements] == splits[values.pop()]
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join(PATIENCE)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e5m2", "float8_e8m0fnu", "uint16", "uint64", "bfloat16"]
+)
+def test_by_value_in_every_dtype(dtype):
+    """A jagged tensor in memory goes through plain pickle, whatever its dtype."""
+    values = [torch.ones(n).to(getattr(torch, dtype)) for n in (2, 0, 3)]
+    again = pickle.loads(pickle.dumps(JaggedTensor.from_tensors(values)))
+    assert again.dtype == values[0].dtype
+    for found, expected in zip(again, values, strict=True):
+        assert found.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()

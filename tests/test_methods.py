@@ -160,7 +160,6 @@ READS = {
     "asarray": lambda x: np.asarray(x).tolist(),
     "asarray float64": lambda x: np.asarray(x, "f8").tolist(),
     "from_dlpack of NumPy": lambda x: np.from_dlpack(x).tolist(),
-    "from_dlpack of torch": lambda x: torch.from_dlpack(x).tolist(),
     "dlpack device": lambda x: tuple(map(int, x.__dlpack_device__())),
     "element_size": lambda x: x.element_size(),
     "dim_order": lambda x: x.dim_order(),

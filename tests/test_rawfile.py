@@ -341,6 +341,43 @@ def test_full_disk_keeps_the_old_file(run, tmp_path, mounting):
     assert printed.splitlines() == ["No space left on device ['x']", "True"]
 
 
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_interrupts_leave_no_files(run, tmp_path, unnamed):
+    """Ctrl-C at any moment of a write arrives as such, and leaves the old file or the new one."""
+    done = run(
+        f"""
+        import os, random, signal, sys
+        from mmtensor import rawfile
+        if not {unnamed}:
+            rawfile._TMPFILE = 0
+        os.chdir({str(tmp_path)!r})
+        sys.unraisablehook = lambda _: None  # an interrupt within a finalizer is only printed
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        random.seed(1)
+        open("x", "wb").write(b"x")
+        interrupts = 0
+        for _ in range(1500):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(3e-6, 4e-4))
+                for _ in range(4):
+                    with rawfile.NewFile(os.path.abspath("x"), existsok=True) as file:
+                        os.write(file.fd, b"x")
+                        file.publish()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        print(interrupts > 100, os.listdir(), os.stat("x").st_size)
+        """
+    )
+    assert done.strip() == "True ['x'] 1"
+
+
 def test_sparse_on_purpose(tmp_path):
     """``preallocate=False`` takes no disk space, and reserving takes all of it at once."""
     size = 8 << 20

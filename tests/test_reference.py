@@ -699,3 +699,14 @@ def test_pickler_with_a_file(real):
     back = pickle.load(stream)
     assert facts(back["x"]) == facts(x)
     assert [facts(row) for row in back["rows"]] == [facts(x[0]), facts(x[1])]
+
+
+@pytest.mark.parametrize("dtype", list(mmtensor.dtypes.DTYPES))
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_anonymous_memory_by_value(dtype, protocol):
+    """Anonymous memory goes through plain pickle by value, whatever its dtype."""
+    x = MemoryMappedTensor.ones(3, dtype=dtype)
+    again = pickle.loads(pickle.dumps(x, protocol=protocol))
+    assert type(again) is torch.Tensor
+    assert again.dtype == x.dtype
+    assert again.view(torch.uint8).tolist() == x.view(torch.uint8).tolist()

@@ -270,6 +270,20 @@ def test_no_descriptors_are_left(tmp_path, td):
     assert tree(saved) == tree(loaded)
 
 
+def test_few_descriptors(tmp_path, run):
+    """A thousand leaves in a hundred directories are saved and open under ``ulimit -n 64``."""
+    program = """
+        import os, sys, torch
+        from mmtensor import TensorDict
+        data = {f"n{i}": {f"k{j}": torch.full((2,), i) for j in range(10)} for i in range(100)}
+        saved = TensorDict(data, [2]).memmap(sys.argv[1], num_threads=4)
+        loaded = TensorDict.load(sys.argv[1])
+        total = sum(int(leaf.sum()) for leaf in loaded.values(True, True))
+        print(total, saved.is_memmap(), len(os.listdir("/proc/self/fd")) < 20)
+    """
+    assert run(program, tmp_path / "td", limits="-n 64") == "99000 True True"
+
+
 def test_mode_of_files_that_cannot_be_written(public_directory, td):
     """Without a mode, files that may only be read open copy-on-write, all of them."""
     td.memmap(public_directory / "td")
@@ -386,6 +400,26 @@ def test_an_empty_directory_is_replaced(tmp_path, td):
     td.memmap(tmp_path / "td")
     assert stat.S_IMODE(os.stat(tmp_path / "td").st_mode) == 0o750
     assert tree(TensorDict.load(tmp_path / "td")) == tree(td)
+
+
+def test_a_protected_directory(public_directory, td):
+    """A write-protected directory of one's own is replaced, and is so again afterwards."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            os.setuid(65534)
+            for _ in range(3):
+                td.memmap(public_directory / "td")
+                for path in ("td/n/m", "td/n", "td"):
+                    os.chmod(public_directory / path, 0o500)
+            mode = stat.S_IMODE(os.stat(public_directory / "td").st_mode)
+            whole = tree(TensorDict.load(public_directory / "td")) == tree(td)
+            status = 0 if whole and (mode, entries(public_directory)) == (0o500, ["td"]) else 2
+            td.memmap(public_directory / "td")
+            os.chmod(public_directory / "td", 0o700)
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 FOREIGN = {

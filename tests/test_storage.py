@@ -92,6 +92,25 @@ def test_clone_is_independent(x, numbers):
     assert x.tolist() == numbers[1].tolist()
 
 
+def test_pieces_of_a_storage(x, numbers):
+    """A byte is a number; a range of bytes is a copy, of which nothing reaches the file."""
+    storage = x.untyped_storage()
+    data = numbers[1].tobytes()
+    assert storage[5] == data[5]
+    part = storage[4:12]
+    assert type(part) is torch.UntypedStorage
+    assert bytes(part) == data[4:12]
+    part.fill_(0)
+    assert bytes(storage) == data
+
+
+def test_new_storage_of_the_same_kind(x):
+    """`new` gives an empty regular storage, as torch's own code asks for it."""
+    new = x.untyped_storage().new()
+    assert type(new) is torch.UntypedStorage
+    assert new.nbytes() == 0
+
+
 def test_sharing(x):
     """A storage of a file is shared, but for ``c``, which cannot be and says why."""
     for thing in (x, x.untyped_storage(), torch.t(x)):

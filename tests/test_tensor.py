@@ -611,3 +611,16 @@ def test_conjugated_views_travel(path):
         assert type(again) is MemoryMappedTensor
         assert (again.is_conj(), again.is_neg()) == (plain.is_conj(), plain.is_neg())
         assert torch.equal(again, plain)
+
+
+def test_take_into_a_tensor_that_requires_gradients(numbers):
+    """Rows are not gathered into a tensor whose gradients they would break."""
+    path, values = numbers
+    x = MemoryMappedTensor.from_filename(path, "f4", (3, 4))
+    out = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="out must not require gradients"):
+        x.take([1, 0], out=out)
+    assert out.tolist() == [[1.0] * 4] * 2
+    with torch.no_grad():
+        assert x.take([1, 0], out=out) is out
+    assert out.tolist() == values[[1, 0]].tolist()
