@@ -278,7 +278,13 @@ def save_array(
     array([0, 1, 4, 9], dtype=int32)
     """
     refuse_mask(array)
-    source = np.asarray(array)
+    try:
+        source = np.asarray(array)
+    except TypeError as error:  # a bfloat16 tensor, for example
+        raise TypeError(
+            f"array must be an array or what NumPy makes one of, got {type(array)!r}: {error}."
+            " Pass mmtensor.to_numpy(tensor) for a torch tensor."
+        ) from error
     numpy_dtype(source.dtype)
     name = absolute(path)
     with NewFile(name, existsok=existsok, nbytes=source.nbytes) as file:

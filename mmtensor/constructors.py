@@ -446,3 +446,9 @@ class Constructors:
         MemoryMappedTensor([0.5000, 0.5000])
         """
         return creation.filled(cls, *creation.shape_and_dtype(input), fill_value, filename)
+
+
+# What Python says of a missing argument names the class that users know.
+for _method in vars(Constructors).values():
+    if isinstance(_method, classmethod):
+        _method.__func__.__qualname__ = f"MemoryMappedTensor.{_method.__func__.__name__}"

@@ -35,7 +35,12 @@ _T = TypeVar("_T")
 def check_regular(tensor: Any) -> None:
     """Raise unless `tensor` is a dense torch tensor that requires no gradients."""
     if not isinstance(tensor, Tensor):
-        hint = " Use MemoryMappedTensor.from_numpy for an array." if is_array(tensor) else ""
+        hint = ""
+        if is_array(tensor):
+            hint = (
+                " Use MemoryMappedTensor.from_numpy for a tensor on an array's memory, or "
+                "mmtensor.save_array to write the array to a file."
+            )
         raise TypeError(f"expected a torch tensor, got {type(tensor)!r}.{hint}")
     if tensor.requires_grad:
         raise GradientError(

@@ -42,7 +42,10 @@ class Keyed(Tree):
     def __getitem__(self, index: Any) -> Any:
         kind = type(index)
         if kind is str:
-            return self._leaves[index]
+            try:
+                return self._leaves[index]
+            except KeyError:
+                raise self._no_key((index,)) from None
         if kind is int:
             return indexed.row(self, index)
         if kind is tuple and index and isinstance(index[0], str | tuple):
@@ -61,9 +64,19 @@ class Keyed(Tree):
         leaf: Any = self
         for key in path:
             if not isinstance(leaf, Tree):
-                raise KeyError(path)
-            leaf = leaf._leaves[key]
+                raise self._no_key(path)
+            try:
+                leaf = leaf._leaves[key]
+            except KeyError:
+                raise self._no_key(path) from None
         return leaf
+
+    def _no_key(self, path: tuple[str, ...]) -> KeyError:
+        keys = [name_path(found) for found, _ in self._flat()]
+        more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
+        return KeyError(
+            f"there is no key {name_path(path)}. The leaves are: {', '.join(keys[:20])}{more}."
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         kind = type(index)

@@ -514,9 +514,24 @@ def map_file(
     """
     fd, status, found = open_existing(path, mode)
     try:
-        shape, nbytes = fit(
-            shape, dtype, status.st_size, offset=offset, partial=partial, what="file", name=path
-        )
+        try:
+            shape, nbytes = fit(
+                shape,
+                dtype,
+                status.st_size,
+                offset=offset,
+                partial=partial,
+                what="file",
+                name=path,
+            )
+        except SizeError as error:
+            with open(fd, "rb", closefd=False) as file:
+                if file.read(6) == b"\x93NUMPY":
+                    raise SizeError(
+                        f"{error} It is an .npy file, with a header: numpy.load(path, "
+                        'mmap_mode="r") opens it, and mmtensor.to_torch takes the array.'
+                    ) from None
+            raise
         return map_descriptor(fd, status, path, found, offset, nbytes), shape
     finally:
         os.close(fd)
@@ -526,8 +541,9 @@ def map_descriptor(
     fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
 ) -> FileMapping:
     """Map an open file, or find the mapping that earlier openings share."""
-    if mode.name == "c":
-        # Each opening has its own private pages.
+    if mode.name == "c" or nbytes == 0:
+        # Each opening has its own private pages. One of no bytes keeps no hold of the file,
+        # whose inode number can become that of another one.
         return FileMapping(fd, status, path, mode, offset, nbytes)
     key: tuple[Any, ...] = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
     found = _current(key, status)
@@ -607,7 +623,7 @@ def find_file(reference: Reference) -> FileMapping:
         mapping = map_descriptor(fd, status, path, opened, offset, nbytes)
     finally:
         os.close(fd)
-    if mode != "c" and reference not in _live:
+    if mode != "c" and nbytes and reference not in _live:
         mapping = _shared(mapping, reference)
     if here and mapping._handle is None:
         mapping._handle = handle  # compared above, or absent there as well

@@ -11,17 +11,34 @@ import os
 from multiprocessing import connection, parent_process, util
 from multiprocessing.context import BaseContext
 from signal import SIGINT, signal
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 
+from mmtensor.channel import receive, send
 from mmtensor.jobs import FAILED, Job, Outcome, Task, WorkerLost, portable
 
 __all__ = ["Pool"]
 
 # Windows has none, and no forks either.
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+
+
+# Held while a worker is started. One that was forked in between by another thread would hold
+# the wrong ends of its pipes, and neither would notice the end of the other or of the parent.
+_starting = Lock()
+
+
+def _renew_lock() -> None:
+    """Forget a lock that another thread held when this process was forked."""
+    global _starting
+    _starting = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Pool:
@@ -58,18 +75,19 @@ class Pool:
 
     def _start(self) -> Any:
         """Start a worker; return the pipe to it."""
-        near, far = self._context.Pipe()
-        self._pipes.append(near)
-        try:
-            process = self._context.Process(
-                target=_worker,
-                args=(far, list(self._pipes) if self._forks else [], self._job),
-                name=f"mmtensor-map-{len(self._pipes)}",
-            )
-            process.start()
-        finally:
-            far.close()
-        self._processes.append(process)
+        with _starting:
+            near, far = self._context.Pipe()
+            self._pipes.append(near)
+            try:
+                process = self._context.Process(
+                    target=_worker,
+                    args=(far, list(self._pipes) if self._forks else [], self._job),
+                    name=f"mmtensor-map-{len(self._pipes)}",
+                )
+                process.start()
+            finally:
+                far.close()
+            self._processes.append(process)
         return near
 
     def submit(self, task: Task) -> None:
@@ -95,7 +113,7 @@ class Pool:
             if not isinstance(pipe, int):
                 task = self._busy[pipe]
                 try:
-                    outcome = pipe.recv()
+                    outcome = receive(pipe)
                 except (EOFError, ConnectionResetError):
                     at = self._pipes.index(pipe)
                     raise self._lost(at) from None
@@ -120,10 +138,15 @@ class Pool:
             return
         self._finalizer.cancel()
         for pipe in self._pipes:
-            pipe.close()
+            try:
+                pipe.send(None)
+            except OSError:
+                pass  # it has died meanwhile, with nothing to do
         for process in self._processes:
             process.join()
             process.close()
+        for pipe in self._pipes:
+            pipe.close()
 
 
 def _kill(processes: list[Any], pipes: list[Any]) -> None:
@@ -137,7 +160,7 @@ def _kill(processes: list[Any], pipes: list[Any]) -> None:
 
 
 def _worker(pipe: Any, others: list[Any], job: Job) -> None:
-    """Do what comes through a pipe, until its other end is closed."""
+    """Do what comes through a pipe, until that is nothing."""
     for other in others:
         other.close()
     # A collection would touch, and so copy, every page that is shared with the parent.
@@ -153,17 +176,20 @@ def _worker(pipe: Any, others: list[Any], job: Job) -> None:
     _end_with_parent()
     while True:
         try:
-            first, last = pipe.recv()
+            message = pipe.recv()
         except (EOFError, OSError):
             return
+        if message is None:
+            return
+        first, last = message
         outcome = job.run(first, last)
         try:
-            pipe.send(outcome)
+            send(pipe, outcome)
         except BrokenPipeError:
             return
         except Exception as error:  # noqa: BLE001  # whatever cannot be pickled
             unsent = TypeError(f"what it returned cannot be sent: {error}")
-            pipe.send(Outcome(FAILED, 0.0, portable(unsent), first))
+            send(pipe, Outcome(FAILED, 0.0, portable(unsent), first))
 
 
 def _leave_it(number: int, frame: Any) -> None:

@@ -229,9 +229,14 @@ def mapping_of(tensor: torch.Tensor) -> Mapping | None:
 
 def guard_message(mapping: Mapping, what: str) -> str:
     """Say which file is read-only, what was tried, and how to go on."""
-    where = f"file {mapping.path!r}" if mapping.path else "array"
+    if mapping.path is None:
+        return (
+            f"{what} would write to a read-only tensor: the array that it stands on is not "
+            "writeable. Take a copy: x.clone()."
+        )
     return (
-        f'{what} would write to a read-only tensor: its {where} was opened with mode "r". '
+        f"{what} would write to a read-only tensor: its file {mapping.path!r} was opened with "
+        'mode "r". '
         'Open it with mode="r+" to change the file, with mode="c" to change a private copy '
         "of the pages, or take a copy: x.clone()."
     )

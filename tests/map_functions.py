@@ -37,6 +37,12 @@ def negate(td):
     td.set_("x", -td["x"])
 
 
+def negate_and_total(td):
+    """Change the chunk in place, and return a tensor."""
+    negate(td)
+    return total(td)
+
+
 def slow_if_even(td):
     """Take longer for every other element."""
     if int(td["x"][0]) % 2 == 0:

@@ -78,6 +78,7 @@ LEVELS = {
     "chunks": 8,
     "jobs": 8,
     "crew": 8,
+    "channel": 8,
     "pool": 8,
     "parallel": 8,
     "batches": 8,

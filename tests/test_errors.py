@@ -17,6 +17,7 @@ BUILTINS = {
     "GradientError": (RuntimeError,),
     "LockedError": (RuntimeError,),
     "ManifestError": (ValueError,),
+    "MapError": (RuntimeError,),
     "DeviceError": (RuntimeError, ValueError),
     "ExistingFileError": (FileExistsError, RuntimeError),
     "SymbolicLinkError": (RuntimeError,),

@@ -218,26 +218,25 @@ def test_tensor_as_out(how, tmp_path):
     assert torch.equal(out, X.sum(-1))
 
 
-@pytest.mark.parametrize("source", SOURCES[:2])
-def test_workers_elsewhere(elsewhere, source, tmp_path):
-    """Workers that were not forked give the same: results, out, in place, None, an error."""
-    td = source(tmp_path)
-    assert torch.equal(td.map(fn.double, chunksize=0, **elsewhere)["y"], X * 2)
-    assert torch.equal(td.map(fn.total, chunksize=4, **elsewhere), X.sum(-1))
-    if source is in_regular_memory:
-        return
-    assert td.map(fn.nothing, **elsewhere) is None
+def test_workers_elsewhere(elsewhere, tmp_path):
+    """Workers that were not forked give the same: results, written to out, and in place."""
+    td = on_files(tmp_path)
     out = TensorDict({"y": torch.zeros(ROWS, 4)}, [ROWS]).memmap(tmp_path / "out")
-    td.map(fn.double, chunksize=0, out=out, **elsewhere)
+    assert td.map(fn.double, chunksize=0, out=out, **elsewhere) is out
     assert torch.equal(out["y"], X * 2)
-    assert list(td.map_iter(fn.words, chunksize=0, **elsewhere)) == [
-        f"row {n}" for n in range(ROWS)
-    ]
-    with pytest.raises(MapError, match="chunk 5 of 9 .*: ValueError: no fives") as caught:
-        td.map(fn.fail_at_five, chunksize=0, **elsewhere)
-    assert type(caught.value.__cause__) is ValueError
-    td.map(fn.negate, chunksize=2, **elsewhere)
+    assert torch.equal(td.map(fn.negate_and_total, chunksize=4, **elsewhere), -X.sum(-1))
     assert torch.equal(td["x"], -X)
+
+
+def test_regular_memory_elsewhere(elsewhere, tmp_path):
+    """Workers that were not forked get regular memory, and their exceptions come back."""
+    td = in_regular_memory(tmp_path)
+    seen = []
+    results = td.map_iter(fn.fail_at_five, chunksize=1, **elsewhere)
+    with pytest.raises(MapError, match=r"chunk 5 of 9 .*: ValueError: no fives") as caught:
+        seen.extend(results)
+    assert all(torch.equal(one, X[n : n + 1]) for n, one in enumerate(seen))
+    assert type(caught.value.__cause__) is ValueError
 
 
 def test_shared_memory_in_spawned_processes(tmp_path):

@@ -710,3 +710,17 @@ def test_anonymous_memory_by_value(dtype, protocol):
     assert type(again) is torch.Tensor
     assert again.dtype == x.dtype
     assert again.view(torch.uint8).tolist() == x.view(torch.uint8).tolist()
+
+
+def test_empty_file_made_again(tmp_path):
+    """A reference to an empty file that took the place of another one arrives."""
+    path = tmp_path / "x.bin"
+    path.touch()
+    old = MemoryMappedTensor.from_filename(path, "uint8", 0, mode="r")
+    pickle.dumps(old)
+    for _ in range(20):
+        path.unlink()
+        path.touch()  # often with the inode number of the one before
+        message = pickle.dumps(MemoryMappedTensor.from_filename(path, "uint8", 0, mode="r"))
+        assert pickle.loads(message).shape == (0,)
+    assert old.shape == (0,)
