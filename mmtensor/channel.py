@@ -48,6 +48,12 @@ class _Unpickler(pickle.Unpickler):
         return SharedMapping.adopt(fd, nbytes, offset)
 
 
+def _socket(pipe: Any) -> socket.socket:
+    channel = socket.socket(fileno=os.dup(pipe.fileno()))
+    channel.setblocking(True)  # it is not where the program has set a default timeout
+    return channel
+
+
 def send(pipe: Any, message: Any) -> None:
     """Send a message through a pipe."""
     if not _SOCKETS:
@@ -60,7 +66,7 @@ def send(pipe: Any, message: Any) -> None:
     pipe.send_bytes(len(blocks).to_bytes(4, "little") + buffer.getbuffer())
     if not blocks:
         return
-    with socket.socket(fileno=os.dup(pipe.fileno())) as channel:
+    with _socket(pipe) as channel:
         for start in range(0, len(blocks), _TOGETHER):
             sendfds(channel, [block.fd for block in blocks[start : start + _TOGETHER]])
 
@@ -79,7 +85,7 @@ def receive(pipe: Any) -> Any:
     count = int.from_bytes(data[:4], "little")
     fds: list[int] = []
     if count:
-        with socket.socket(fileno=os.dup(pipe.fileno())) as channel:
+        with _socket(pipe) as channel:
             for start in range(0, count, _TOGETHER):
                 fds += recvfds(channel, min(_TOGETHER, count - start))
     try:

@@ -35,8 +35,8 @@ class Crew:
         For how many workers there is work.
     threads
         Whether they are threads of this process. Others keep a job that a task has brought
-        them: it goes with as many tasks as there are workers, and with one more for each
-        worker that got none of those.
+        them: it goes with as many tasks as there are workers, and again with each of the first
+        tasks that comes to a worker that has not got it.
     waits
         Whether tasks that have begun can be waited for when the others are cancelled.
     """

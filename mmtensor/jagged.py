@@ -268,7 +268,7 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, Sequence[Tensor]):
 
     def __getitems__(self, indices: list[int]) -> list[Self]:
         """Gather a batch for `torch.utils.data.DataLoader`: a list of one jagged tensor."""
-        return [self._gather(row_numbers(indices, self._length))]
+        return _Gathered([self._gather(row_numbers(indices, self._length))])
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(self._length):
@@ -511,11 +511,13 @@ def _from_values(
     return kind._of(with_shapes(values, shapes), *window)
 
 
+class _Gathered(list[Any]):
+    """A batch that is gathered already, as a list of one, which a `DataLoader` asks for."""
+
+
 def _collate(batch: list[Any], **_: Any) -> Any:
-    """Take a batch that `__getitems__` has gathered as it is."""
-    if len(batch) == 1:
-        return batch[0]
-    return list(batch)
+    """Take a batch that `__getitems__` has gathered as it is; samples stay a list."""
+    return batch[0] if type(batch) is _Gathered else list(batch)
 
 
 class _Door:

@@ -226,7 +226,8 @@ class JaggedWriter:
             element = self._checked(element)
         array = bytes_of(element)
         nbytes = array.nbytes
-        if nbytes > _BUFFER - self._filled:
+        # Before the element is taken: one that could not be, for want of room, can come again.
+        if nbytes > _BUFFER - self._filled or len(self._stops) >= _PENDING:
             self.flush()
         if nbytes > _BUFFER:
             # Straight to its place; it counts once its offset is written.
@@ -239,8 +240,6 @@ class JaggedWriter:
             self._filled = end
         self._sizes += element.shape
         self._stops.append((self._written + self._filled) // self.dtype.itemsize)
-        if len(self._stops) == _PENDING:
-            self.flush()
 
     def _checked(self, element: Any) -> Any:
         if isinstance(element, (str, *_BYTES)) and self.dtype is torch.uint8 and self.ndim == 1:
@@ -342,8 +341,8 @@ class JaggedWriter:
         """
         if not self._fds:
             return
+        self.flush()  # without room it raises, and the writer stays open
         try:
-            self.flush()
             values, offsets, shapes = self._fds
             # Readers map what the offsets speak of, and nothing behind it.
             _cut(values, self._total * self.dtype.itemsize)
@@ -367,6 +366,8 @@ class JaggedWriter:
 
     def _release(self) -> None:
         fds, self._fds = self._fds, []
+        if len(fds) == 3 and os.getpid() == self._process:
+            _unlock(fds[1])
         for fd in fds:
             os.close(fd)
 
@@ -382,8 +383,12 @@ class JaggedWriter:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fds", None) and hasattr(self, "_stops"):
-            self.close()
+        if getattr(self, "_fds", None):
+            try:
+                if hasattr(self, "_stops"):
+                    self.close()
+            finally:
+                self._release()
 
     def __repr__(self) -> str:
         return (
@@ -414,6 +419,15 @@ if hasattr(os, "register_at_fork"):
 def _cut(fd: int, size: int) -> None:
     if os.fstat(fd).st_size > size:
         os.ftruncate(fd, size)
+
+
+def _unlock(fd: int) -> None:
+    """Let others write, even if a child process still has the descriptor."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        except OSError:
+            pass
 
 
 def _lock(fd: int, names: Names) -> None:

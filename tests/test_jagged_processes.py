@@ -355,3 +355,13 @@ def test_by_value_in_every_dtype(dtype):
     assert again.dtype == values[0].dtype
     for found, expected in zip(again, values, strict=True):
         assert found.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_samples_that_are_jagged(batch_size):
+    """Samples that are jagged tensors themselves come as a list, of one as well."""
+    samples = [JaggedTensor.from_tensors([torch.ones(n)]) for n in (1, 2)]
+    batches = list(DataLoader(samples, batch_size=batch_size))
+    assert [[x[0].numel() for x in batch] for batch in batches] == (
+        [[1], [2]] if batch_size == 1 else [[1, 2]]
+    )

@@ -1,9 +1,11 @@
 """`JaggedWriter`: appending, going on, crashing."""
 
+import errno
 import os
 import random
 import signal
 import struct
+import threading
 import time
 
 import numpy as np
@@ -13,8 +15,8 @@ from conftest import descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtensor import JaggedTensor, JaggedWriter
-from mmtensor.jagged_writer import _BUFFER
+from mmtensor import JaggedTensor, JaggedWriter, jagged_writer
+from mmtensor.jagged_writer import _BUFFER, _PENDING
 
 SIDES = ("x.memmap", "x.offsets.memmap", "x.shape.memmap")
 
@@ -383,6 +385,52 @@ def test_a_forgotten_writer_closes_itself(path):
 
 
 # --- what an interrupted append leaves ---------------------------------------------------
+
+
+class TestNoRoom:
+    """Without room nothing is lost and nothing is written twice."""
+
+    @pytest.fixture
+    def full(self, monkeypatch):
+        """Return a switch for a disk without room."""
+        switch = threading.Event()
+        write_all = jagged_writer.write_all
+
+        def write(*arguments):
+            if switch.is_set():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write_all(*arguments)
+
+        monkeypatch.setattr(jagged_writer, "write_all", write)
+        return switch
+
+    def test_append_again(self, path, full):
+        """An element that could not be appended is not in the writer, and can come again."""
+        writer = JaggedWriter(path, torch.uint8)
+        one = torch.ones(1, dtype=torch.uint8)
+        for _ in range(_PENDING):
+            writer.append(one)
+        full.set()
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                writer.append(one)
+        assert len(writer) == _PENDING
+        full.clear()
+        writer.append(one)
+        writer.close()
+        assert len(read(path)) == _PENDING + 1
+
+    def test_close_again(self, path, full):
+        """A writer that cannot be closed stays open, with what is waiting."""
+        writer = JaggedWriter(path, torch.uint8)
+        writer.append(torch.ones(3, dtype=torch.uint8))
+        full.set()
+        with pytest.raises(OSError, match="No space left"):
+            writer.close()
+        assert not writer.closed
+        full.clear()
+        writer.close()
+        assert read(path)[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("end", ["exit", "close", "append"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import mmtensor
 from mmtensor import MemoryMappedTensor, ReadOnlyError
+
+# torch's testing module has loaded a hypothesis profile of its own, for all that follows.
+hypothesis.settings.load_profile("mmtensor")
 
 pytestmark = [
     pytest.mark.slow,

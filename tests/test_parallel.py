@@ -407,13 +407,15 @@ class Recording(Executor):
 
 
 def test_the_source_crosses_once(forked, tmp_path):
-    """A running executor gets the source once for each worker, and then only integers."""
+    """Workers of a running executor get the source with the first tasks, then only integers."""
     td = TensorDict({f"leaf {n}": torch.zeros(500, 2) for n in range(50)}, [500])
     recording = Recording(forked)
     td.memmap(tmp_path / "td").map(fn.nothing, chunksize=1, executor=recording, num_workers=2)
     large = [size for size in recording.sizes if size > 200]
-    assert len(recording.sizes) > 4
-    assert len(large) <= 4
+    # Two workers and four tasks under way, some of which may come back for want of it.
+    assert len(recording.sizes) > 6
+    assert len(large) <= 6
+    assert recording.sizes[-1] < 100
 
 
 def test_few_messages(forked, tmp_path):
