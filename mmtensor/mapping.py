@@ -558,25 +558,27 @@ def map_descriptor(
 
 
 def _current(key: tuple[Any, ...], status: os.stat_result) -> FileMapping | None:
-    """Return the live mapping under a key if it shows the file as it is now.
+    """Return the live mapping under a key if it shows the file as it is now."""
+    entry = _live.get(key)
+    return None if entry is None else _as_it_is(entry(), status)
+
+
+def _as_it_is(found: FileMapping | None, status: os.stat_result) -> FileMapping | None:
+    """Return a mapping if it shows the file as it is now.
 
     On overlayfs, the first opening for writing copies the file up: the number of the inode
     stays, and maps that were there go on to show the old bytes.
     """
-    entry = _live.get(key)
-    found: FileMapping | None = entry() if entry is not None else None
     if (
-        found is None
-        or status.st_ino != found.inode
-        or status.st_dev != found.device
-        or (
-            status.st_ctime_ns != found.changed
-            and not found.mode.shared
-            and on_overlay(found.path)
+        found is not None
+        and status.st_ino == found.inode
+        and status.st_dev == found.device
+        and (
+            found.mode.shared or status.st_ctime_ns == found.changed or not on_overlay(found.path)
         )
     ):
-        return None
-    return found
+        return found
+    return None
 
 
 def find_file(reference: Reference) -> FileMapping:
@@ -598,11 +600,11 @@ def find_file(reference: Reference) -> FileMapping:
         If the file has become too small.
     """
     path, mode, offset, nbytes, size, identity = reference
-    if reference in _live:
+    entry = _live.get(reference)
+    if entry is not None:
         # While it is mapped here no other file can have its inode number.
         status = os.stat(path)
-        found = _current(reference, status)
-        if found is not None and status.st_size == size:
+        if status.st_size == size and (found := _as_it_is(entry(), status)) is not None:
             return found
     origin, device, inode = _IDENTITY.unpack_from(identity)
     handle = identity[_IDENTITY.size :]

@@ -15,9 +15,9 @@ __all__ = ["FEW_ROWS", "are_absent", "read_ahead", "will_need_ranges", "will_nee
 # Touching rows that are not in memory one after the other waits for the device once per
 # row, and reads a whole read-ahead window each time: 256 rows of 12 KB of a 1.2 GB file
 # took 734 ms, 6 ms when all were asked for first (ext4 on a virtual disk, 8 MiB of
-# read-ahead, measured). Looking whether a row is there costs 0.8 us, so eight rows of a
+# read-ahead, measured). Looking whether a row is there costs 0.5 us, so four rows of a
 # batch are looked at, and batches that are too small to gain are left alone.
-_SAMPLES = 8
+_SAMPLES = 4
 FEW_ROWS = 16
 _FEW_BYTES = 1 << 18
 

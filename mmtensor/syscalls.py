@@ -64,6 +64,10 @@ if HAVE_MMAP:
     _pwritev = _libc.pwritev
     _pwritev.restype = ctypes.c_ssize_t
     _pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    _mincore = _quick.mincore
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    _answer = ctypes.c_ubyte()
+    _answer_address = ctypes.addressof(_answer)
     _msync = _libc.msync
     _msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -98,10 +102,10 @@ def is_resident(address: int) -> bool:
 
     Of files that this process may not write to, Linux says yes.
     """
-    answer = ctypes.c_ubyte()
-    if _quick.mincore(ctypes.c_void_p(address // PAGE * PAGE), 1, ctypes.byref(answer)):
+    # One answer for all threads: whoever gets another one's reads a little more or less ahead.
+    if _mincore(address // PAGE * PAGE, 1, _answer_address):
         return True
-    return bool(answer.value & 1)
+    return bool(_answer.value & 1)
 
 
 def msync(address: int, length: int) -> None:
