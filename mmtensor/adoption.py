@@ -71,7 +71,8 @@ def open_tensor(
 ) -> Tensor:
     """Open a raw file as a plain tensor; see `MemoryMappedTensor.from_filename`."""
     if is_table(shape):
-        return jagged().open_tensor(filename, dtype, shape, mode, offset, partial)  # type: ignore[no-any-return]
+        door = jagged()
+        return door.open_tensor(filename, dtype, shape, mode, offset, partial)  # type: ignore[no-any-return]  # of jagged
     found = native_dtype(dtype)
     if type(offset) is not int or offset:
         offset = as_offset(offset)
@@ -157,33 +158,23 @@ def _mapping_under(array: np.ndarray[Any, Any]) -> tuple[Mapping, int]:
         else 0
     )
     mode = MODES["r+" if array.flags.writeable else "r"]
-    file = _foreign_memmap(array)
-    if file is not None and extent:
-        remapped = _map_again(file, address, extent, "r+" if array.flags.writeable else "r")
+    path, opened = _foreign_memmap(array) or (None, None)
+    if path is not None and extent:
+        remapped = _map_again(path, address, extent, mode.name)
         if remapped is not None:
             return remapped, 0
-        if array.flags.writeable and _memmap_mode(array) == "c":
+        if mode.writeable and opened == "c":
             mode = MODES["c"]
-    return MemoryMapping(array, address, extent, mode, file), 0
+    return MemoryMapping(array, address, extent, mode, path), 0
 
 
-def _memmap_mode(array: np.ndarray[Any, Any]) -> str | None:
-    """Return the mode that `numpy.memmap` opened the memory of an array in."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        if isinstance(base, np.memmap) and getattr(base, "mode", None) is not None:
-            return str(base.mode)
-        base = base.base
-    return None
-
-
-def _foreign_memmap(array: np.ndarray[Any, Any]) -> str | None:
-    """Return the file of a `numpy.memmap` that NumPy itself opened."""
+def _foreign_memmap(array: np.ndarray[Any, Any]) -> tuple[str, str] | None:
+    """Return the file and the mode of a `numpy.memmap` that NumPy itself opened."""
     base: Any = array
     while isinstance(base, np.ndarray):
         filename = getattr(base, "filename", None)
         if isinstance(base, np.memmap) and filename is not None:
-            return str(os.path.abspath(os.fspath(filename)))
+            return str(os.path.abspath(os.fspath(filename))), str(base.mode)
         base = base.base
     return None
 
@@ -210,7 +201,8 @@ def from_storage(
 ) -> _T:
     """Return a tensor on a storage; see `MemoryMappedTensor.from_storage`."""
     if is_table(shape):
-        return jagged().from_storage(storage, shape, dtype, filename)  # type: ignore[no-any-return]
+        door = jagged()
+        return door.from_storage(storage, shape, dtype, filename)  # type: ignore[no-any-return]  # of jagged
     if isinstance(storage, torch.TypedStorage):
         dtype = storage.dtype if dtype is None else dtype
         storage = storage._untyped_storage

@@ -79,7 +79,7 @@ class Constructors:
         tensor: Any = adoption.open_tensor(filename, dtype, shape, mode, offset, partial)
         if type(tensor) is Tensor:  # a table of shapes gives a jagged one
             tensor = as_kind(cls, tensor)
-        return tensor if index is None else tensor[index]  # type: ignore[no-any-return]
+        return tensor if index is None else tensor[index]  # type: ignore[no-any-return]  # any index
 
     @classmethod
     def from_tensor(
@@ -227,7 +227,7 @@ class Constructors:
         """
         adoption.check_device(device)
         tensor: Any = adoption.from_storage(cls, storage, shape, dtype, filename)
-        return tensor if index is None else tensor[index]  # type: ignore[no-any-return]
+        return tensor if index is None else tensor[index]  # type: ignore[no-any-return]  # any index
 
     @classmethod
     def from_shared_memory(

@@ -87,25 +87,20 @@ def publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: boo
         # Two that replaced the same one at once would leave the values of one under the
         # offsets of the other.
         with locked(os.path.dirname(offsets.path), shared=False):
-            _publish(values, offsets, shapes, existsok=True)
-    else:
-        _publish(values, offsets, shapes, existsok=False)
-
-
-def _publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: bool) -> None:
-    if existsok:
-        try:
-            os.unlink(offsets.path)
-        except FileNotFoundError:
-            pass
+            try:
+                os.unlink(offsets.path)
+            except FileNotFoundError:
+                pass
+            for file in (values, shapes, offsets):
+                file.publish()
+        return
     done: list[str] = []
     try:
         for file in (values, shapes, offsets):
             file.publish()
             done.append(file.path)
     except BaseException:
-        if not existsok:
-            # Someone else made one of the files meanwhile; these are ours.
-            for path in done:
-                os.unlink(path)
+        # Someone else made one of the files meanwhile; these are ours.
+        for path in done:
+            os.unlink(path)
         raise

@@ -248,7 +248,7 @@ def test_missing_files(missing, tmp_path, unchanged):
     """Without one of the three files there is a FileNotFoundError that names it."""
     write(tmp_path)
     (tmp_path / NAMES[missing]).unlink()
-    with unchanged(), pytest.raises(FileNotFoundError) as raised:
+    with unchanged(), pytest.raises(FileNotFoundError, match=NAMES[missing]) as raised:
         open_it(tmp_path)
     assert raised.value.filename == str(tmp_path / NAMES[missing])
     if missing:
