@@ -23,11 +23,10 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-import timeit
 from typing import Any, NamedTuple
 
 from asv_bench.benchmarks import common
+from asv_bench.benchmarks.timing import calibrate, seconds_of_call
 from asv_bench.targets import TARGETS, Target
 
 __all__ = ["main"]
@@ -46,7 +45,6 @@ _FILES = (
 )
 _RECORD = 7  # rounds that a table for the record needs
 _ROUND = 0.05  # seconds that a round of one library should take
-_MOST, _MOST_FILES = 20_000, 300  # calls in a round
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _DOCUMENT = _ROOT / "docs" / "benchmarks.md"
 _BEGIN, _END = "<!-- compare: begin -->", "<!-- compare: end -->"
@@ -92,47 +90,19 @@ def _benchmarks(pattern: str) -> list[tuple[str, type]]:
 
 def _time(benchmark: Any, library: str, number: int) -> float:
     """Return the seconds that one of `number` calls takes."""
-    if isinstance(benchmark, common.FreshFile):
-        # A journal that is written meanwhile takes milliseconds: the median of the calls.
-        seconds = []
-        clock = time.perf_counter
-        call = benchmark.call
-        for _ in range(number):
-            argument = benchmark.before(library)
-            start = clock()
-            call(argument)
-            seconds.append(clock() - start)
-            benchmark.after(argument)
-        return statistics.median(seconds)
-    if hasattr(benchmark, "timeraw_import"):
-        code = (
-            "import time; start = time.perf_counter(); "
-            f"{benchmark.timeraw_import(library)}; print(time.perf_counter() - start)"
-        )
-        run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        return float(run.stdout)
-    if isinstance(benchmark, common.Expression):
-        timer = timeit.Timer(
-            benchmark.statement, "gc.enable()", globals={**benchmark.names, "gc": gc}
-        )
-    else:
-        timer = timeit.Timer(benchmark.call, "gc.enable()", globals={"gc": gc})
-    return timer.timeit(number) / number
+    if not hasattr(benchmark, "timeraw_import"):
+        return seconds_of_call(benchmark, library, number)
+    code = (
+        "import time; start = time.perf_counter(); "
+        f"{benchmark.timeraw_import(library)}; print(time.perf_counter() - start)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    return float(run.stdout)
 
 
 def _calibrate(benchmark: Any, library: str) -> int:
     """Return how many calls take about as long as a round should."""
-    if hasattr(benchmark, "timeraw_import"):
-        return 1
-    number = 1
-    most = _MOST_FILES if isinstance(benchmark, common.FreshFile) else _MOST
-    while True:
-        start = time.perf_counter()
-        _time(benchmark, library, number)
-        seconds = time.perf_counter() - start  # what is not timed takes time as well
-        if seconds > _ROUND / 5 or number >= most:
-            return max(1, min(most, round(number * _ROUND / seconds)))
-        number *= 4
+    return 1 if hasattr(benchmark, "timeraw_import") else calibrate(benchmark, library, _ROUND)
 
 
 def measure(name: str, kind: type, rounds: int) -> Outcome:

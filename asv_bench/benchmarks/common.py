@@ -17,6 +17,8 @@ import torch
 
 import mmtensor
 
+from .timing import calibrate, seconds_of_call
+
 __all__ = [
     "LIBRARIES",
     "MMT",
@@ -34,6 +36,8 @@ LIBRARIES = ("mmtensor", "tensordict", "mmap_ninja", "numpy", "torch", "limit")
 
 MMT = mmtensor.MemoryMappedTensor
 TDT = tensordict.MemoryMappedTensor
+
+_ROUND = 0.01  # seconds that a sample of asv should take
 
 _numbers = itertools.count()
 
@@ -118,6 +122,14 @@ class Comparison(ABC):
     params: ClassVar[list[Any]] = [list(LIBRARIES)]
     param_names: ClassVar[list[str]] = ["library"]
 
+    # asv calls `setup` before each sample, and then the operation once: what takes 1 us in a
+    # loop took 20 us so, with cold caches. So a sample is a round of calls, and asv reads
+    # from `timer` what one of them took.
+    number = 1
+    warmup_time = 0
+    calls = 0
+    elapsed = 0.0
+
     call: Callable[..., Any]
 
     @property
@@ -144,9 +156,14 @@ class Comparison(ABC):
             if os.path.exists(path):
                 os.truncate(path, 0)
 
-    def time_operation(self, library: str) -> None:  # noqa: ARG002
-        """Do the operation once, the release of its result included."""
-        self.call()
+    def timer(self) -> float:
+        """Return the seconds that all samples took, a call each: the clock for asv."""
+        return self.elapsed
+
+    def time_operation(self, library: str) -> None:
+        """Do the operation, the release of its result included, as often as fits a round."""
+        self.calls = self.calls or calibrate(self, library, _ROUND)
+        self.elapsed += seconds_of_call(self, library, self.calls)
 
     def new_path(self) -> str:
         """Return the path of a file that does not exist."""
@@ -161,25 +178,6 @@ class FreshFile(Comparison):
     What the library's method returns takes that argument. Making it (`before`) and removing
     it (`after`) is not timed.
     """
-
-    number = 1  # asv: one call for each setup
-    warmup_time = 0
-
-    def setup(self, library: str) -> None:
-        """Build the inputs of one library, and the argument of one call."""
-        super().setup(library)
-        self.argument = self.before(library)
-
-    def teardown(self, library: str) -> None:
-        """Free what `setup` made."""
-        if hasattr(self, "argument"):
-            self.after(self.argument)
-            del self.argument
-        super().teardown(library)
-
-    def time_operation(self, library: str) -> None:  # noqa: ARG002
-        """Do the operation once, the release of its result included."""
-        self.call(self.argument)
 
     def before(self, library: str) -> Any:  # noqa: ARG002
         """Make the argument of one call."""
