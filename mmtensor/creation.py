@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from mmtensor.errors import GradientError
 from mmtensor.geometry import as_shape, byte_count
 from mmtensor.mapping import FileMapping, Mapping, SharedMapping, map_descriptor
 from mmtensor.modes import MODES
-from mmtensor.rawfile import CHUNK, NewFile, Path, absolute, reserve, write_chunks
+from mmtensor.rawfile import CHUNK, Chunk, NewFile, Path, absolute, reserve, write_chunks
 from mmtensor.storage import as_kind, mapping_of, native_dtype, on_same_memory, tensor_on, words
 from mmtensor.tables import is_table, jagged
 
@@ -92,7 +91,7 @@ def from_tensor(
     check_regular(input)
     canonical_name(input.dtype)
     path = None if filename is None else absolute(filename)
-    mapping = mapping_of(input) if input.device.type == "cpu" else None
+    mapping = mapping_of(input) if input.is_cpu else None
     if shape is None and mapping is not None and _is_there(input, mapping, path):
         return on_same_memory(kind, input)
     if (
@@ -131,7 +130,7 @@ def _is_there(tensor: Tensor, mapping: Mapping, path: str | None) -> bool:
 
 def _write(
     path: str | None,
-    chunks: Iterable[memoryview] | None,
+    chunks: Iterable[Chunk] | None,
     nbytes: int,
     existsok: bool = False,
     preallocate: bool = True,
@@ -149,17 +148,20 @@ def _write(
     return mapping
 
 
-def chunks_of(tensor: Tensor) -> Iterable[memoryview]:
+def chunks_of(tensor: Tensor) -> Iterable[Chunk]:
     """Return the bytes of a tensor in C order, in pieces that need little extra memory."""
-    if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj():
-        if tensor.is_neg() or not tensor.numel():
-            return _pieces(tensor)
-        return (words(tensor).reshape(-1).view(np.uint8).data,)
+    if (
+        tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.numel()
+    ):
+        return (words(tensor),)
     return _pieces(tensor)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    if tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+    if tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()):
         yield from byte_chunks(words(tensor))
         return
     if tensor.dim() == 0 or tensor.nbytes <= CHUNK:

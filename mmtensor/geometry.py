@@ -200,6 +200,8 @@ def fit(
     ((2, 3), 24)
     """
     available = size - offset
+    if 0 < math.prod(shape) * dtype.itemsize == available and len(shape) <= _MAX_DIMENSIONS:
+        return shape, available  # the usual case, at half the cost
     if -1 not in shape:
         nbytes = byte_count(shape, dtype.itemsize)
         if nbytes == available or (partial and nbytes < available):

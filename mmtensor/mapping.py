@@ -6,6 +6,7 @@ import os
 import struct
 import weakref
 from collections.abc import Iterable
+from os.path import samestat as same_file
 from typing import Any, TypeVar
 
 import numpy as np
@@ -230,8 +231,7 @@ def _shared(mapping: "_M", key: tuple[Any, ...]) -> "_M":
     while True:
         entry = _live.setdefault(key, reference)  # in one step, whatever other threads do
         if entry is reference:
-            if key not in pages.keys:
-                pages.keys += (key,)
+            pages.keys += (key,)
             return mapping
         found: _M | None = entry()
         if found is not None:
@@ -287,22 +287,18 @@ class FileMapping(Mapping):
     ----------
     size : int
         Bytes in the file when it was mapped.
-    device, inode : int
-        Which file it is, whatever its name is by now.
-    changed : int
-        When the file had last been changed, in nanoseconds.
+    status : os.stat_result
+        What fstat(2) said then: which file it is, whatever its name is by now.
     """
 
     __slots__ = (
         "_cached",
         "_handle",
         "_pages",
-        "changed",
-        "device",
-        "inode",
         "offset",
         "path",
         "size",
+        "status",
     )
 
     def __init__(
@@ -313,9 +309,7 @@ class FileMapping(Mapping):
         self.path: str = path
         self.offset: int = offset
         self.size = status.st_size
-        self.device = status.st_dev
-        self.inode = status.st_ino
-        self.changed = status.st_ctime_ns
+        self.status = status
         self._handle: bytes | None = None
         self._cached: Reference | None = None
 
@@ -344,7 +338,7 @@ class FileMapping(Mapping):
         except OSError:
             return False
         self.size = status.st_size
-        return status.st_ino == self.inode and status.st_dev == self.device
+        return same_file(status, self.status)
 
     def handle(self) -> bytes:
         """Return the kernel's handle of the file, asked for once, while the path names it."""
@@ -359,7 +353,8 @@ class FileMapping(Mapping):
         """
         cached = self._cached
         if cached is None or cached[4] != self.size:
-            identity = _IDENTITY.pack(machine(), self.device, self.inode) + self.handle()
+            status = self.status
+            identity = _IDENTITY.pack(machine(), status.st_dev, status.st_ino) + self.handle()
             cached = (self.path, self.mode.name, self.offset, self.nbytes, self.size, identity)
             self._cached = cached
         return cached
@@ -546,13 +541,17 @@ def map_descriptor(
         # whose inode number can become that of another one.
         return FileMapping(fd, status, path, mode, offset, nbytes)
     key: tuple[Any, ...] = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
-    found = _current(key, status)
-    if found is None:
-        if key in _live and on_overlay(path):
+    found = None
+    if key in _live:
+        found = _current(key, status)
+        if found is None and on_overlay(path):
             key += (status.st_ctime_ns,)
             found = _current(key, status)
-        if found is None:
-            found = _shared(FileMapping(fd, status, path, mode, offset, nbytes), key)
+    if found is None:
+        mapping = FileMapping(fd, status, path, mode, offset, nbytes)
+        found = _shared(mapping, key)
+        if found is mapping:
+            return found
     found.size = status.st_size
     return found
 
@@ -571,10 +570,11 @@ def _as_it_is(found: FileMapping | None, status: os.stat_result) -> FileMapping 
     """
     if (
         found is not None
-        and status.st_ino == found.inode
-        and status.st_dev == found.device
+        and same_file(status, found.status)
         and (
-            found.mode.shared or status.st_ctime_ns == found.changed or not on_overlay(found.path)
+            found.mode.shared
+            or status.st_ctime_ns == found.status.st_ctime_ns
+            or not on_overlay(found.path)
         )
     ):
         return found

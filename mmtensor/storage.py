@@ -267,6 +267,8 @@ def words(tensor: Tensor) -> np.ndarray[Any, Any]:
             int(tensor.storage_offset()) * itemsize,
         )
     plain = tensor.as_subclass(Tensor) if type(tensor) is not Tensor else tensor
+    if plain.dtype in _native:
+        return Tensor.numpy(plain)
     return Tensor.numpy(plain.view(WORDS[tensor.itemsize]))
 
 
