@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from asv_bench.benchmarks import common
 from asv_bench.benchmarks.timing import calibrate, seconds_of_call
-from asv_bench.targets import TARGETS, Target
+from asv_bench.targets import GROUPS, TARGETS, Group, Target
 
 __all__ = ["main"]
 
@@ -40,6 +40,8 @@ _FILES = (
     "read",
     "pickle",
     "queue",
+    "tensordict",
+    "save_load",
     "jagged",
     "import_time",
 )
@@ -143,7 +145,7 @@ def measure(name: str, kind: type, rounds: int) -> Outcome:
 def judge(outcome: Outcome, target: Target) -> list[tuple[str, bool]]:
     """Return each bound of a target in words, and whether it holds."""
     verdicts = []
-    for peer in ("tensordict", "mmap_ninja", "torch"):
+    for peer in ("tensordict", "mmap_ninja", "safetensors", "torch"):
         least = getattr(target, peer)
         if least is not None:
             ratio = outcome.ratio(peer)
@@ -169,6 +171,33 @@ def judge(outcome: Outcome, target: Target) -> list[tuple[str, bool]]:
     return verdicts
 
 
+def judge_group(outcomes: list[Outcome], group: Group) -> tuple[str, bool] | None:
+    """Return the verdict on a group in words, and whether it holds; None if not all is there."""
+    ratios = {
+        outcome.name: ratio
+        for outcome in outcomes
+        if (not group.members or outcome.name in group.members)
+        and (ratio := outcome.ratio("tensordict")) is not None
+    }
+    if not ratios or not ratios.keys() >= set(group.members):
+        return None
+    median = statistics.median(ratios.values())
+    slow = [
+        f"{name} {ratio:.2f}×"
+        for name, ratio in ratios.items()
+        if ratio < group.exceptions.get(name, group.least)
+    ]
+    held = median >= group.median and not slow
+    bounds = [f"each ≥ {group.least:g}×"]
+    bounds += [f"{name} ≥ {least:g}×" for name, least in group.exceptions.items()]
+    text = (
+        f"{group.name[0].upper()}{group.name[1:]}, tensordict ÷ mmtensor: median {median:.2f}× of "
+        f"{len(ratios)} (≥ {group.median:g}×; {', '.join(bounds)}): "
+        f"{'holds' if held else '**missed**'}{''.join(f', {item}' for item in slow)}."
+    )
+    return text, held
+
+
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
@@ -183,9 +212,9 @@ def _times(ratio: float | None) -> str:
 
 
 _HEADER = (
-    "| operation | mmtensor | tensordict | mmap_ninja | NumPy | torch | limit | what the limit is "
-    "| tensordict ÷ mmtensor | mmtensor ÷ limit | target | |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| operation | mmtensor | tensordict | mmap_ninja | safetensors | NumPy | torch | limit "
+    "| what the limit is | tensordict ÷ mmtensor | mmtensor ÷ limit | target | |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -200,6 +229,7 @@ def row(outcome: Outcome) -> tuple[str, bool]:
         _duration(outcome.time("mmtensor")),
         _duration(outcome.time("tensordict")),
         _duration(outcome.time("mmap_ninja")),
+        _duration(outcome.time("safetensors")),
         _duration(outcome.time("numpy")),
         _duration(outcome.time("torch")),
         _duration(outcome.time(column)),
@@ -237,7 +267,7 @@ def _draw(outcomes: list[Outcome], path: pathlib.Path) -> None:
 
     shown = [o for o in outcomes if o.ratio("tensordict") is not None]
     figure, axes = plt.subplots(figsize=(9, 0.32 * len(shown) + 1.2), layout="constrained")
-    for peer in ("tensordict", "numpy", "torch", "mmap_ninja"):
+    for peer in ("tensordict", "numpy", "torch", "mmap_ninja", "safetensors"):
         points = [(r, -i) for i, o in enumerate(shown) if (r := o.ratio(peer)) is not None]
         if points:
             axes.scatter(*zip(*points, strict=True), label=peer, zorder=3)
@@ -278,7 +308,17 @@ def main(arguments: list[str] | None = None) -> int:
                 missed.append(name)
     finally:
         common.remove_files()
-    verdict = f"{len(missed)} missed: {', '.join(missed)}." if missed else "All targets hold."
+    verdicts = []
+    for group in GROUPS:
+        # What is said of all can be judged by all only.
+        if (group.members or not options.only) and (found := judge_group(outcomes, group)):
+            verdicts.append(found[0])
+            if not found[1]:
+                missed.append(group.name)
+    verdicts.append(
+        f"{len(missed)} missed: {', '.join(missed)}." if missed else "All targets hold."
+    )
+    verdict = "\n\n".join(verdicts)
     print(f"\n{verdict}")
     if options.png:
         _draw(outcomes, options.png)

@@ -1,8 +1,10 @@
 """The figures to reach: one entry for each row of the table, keyed by benchmark."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["GROUPS", "TARGETS", "Group", "Target"]
 
 
 class Target(NamedTuple):
@@ -10,7 +12,7 @@ class Target(NamedTuple):
 
     Parameters
     ----------
-    tensordict, mmap_ninja, torch
+    tensordict, mmap_ninja, safetensors, torch
         How many times as long the peer must take, at least.
     limit
         How many times as long as the limit it may take, at most.
@@ -22,10 +24,33 @@ class Target(NamedTuple):
 
     tensordict: float | None = None
     mmap_ninja: float | None = None
+    safetensors: float | None = None
     torch: float | None = None
     limit: float | None = None
     bytes_: int | None = None
     more_than_numpy: float | None = None
+
+
+class Group(NamedTuple):
+    """Bounds on the ratios of tensordict to mmtensor of several operations.
+
+    Parameters
+    ----------
+    name
+        What they have in common, in words.
+    median, least
+        What the median of the ratios must reach, and each of them.
+    members
+        Names of benchmarks; empty: all that have a counterpart in tensordict.
+    exceptions
+        What single ones must reach instead, by name.
+    """
+
+    name: str
+    median: float
+    least: float
+    members: tuple[str, ...] = ()
+    exceptions: Mapping[str, float] = MappingProxyType({})
 
 
 TARGETS: dict[str, Target] = {
@@ -55,6 +80,18 @@ TARGETS: dict[str, Target] = {
     "queue.QueueNewFile": Target(tensordict=1.4),
     "queue.QueueAnonymous": Target(tensordict=0.9),
     "read.SumNewFile": Target(tensordict=1.5, limit=1.15),
+    "queue.QueueTensorDict": Target(tensordict=10),
+    "tensordict.MemmapTdIndex": Target(tensordict=2),
+    "tensordict.MemmapTdIndexAsTensor": Target(tensordict=2),
+    "tensordict.MemmapTdIndexOp": Target(tensordict=1.8),
+    "tensordict.MemmapTdUnbind": Target(tensordict=2),
+    "tensordict.MemmapTdGather": Target(tensordict=1.3),
+    "tensordict.MemmapTdIndexKey": Target(tensordict=10),
+    "save_load.SaveMany": Target(tensordict=2),
+    "save_load.SaveOver": Target(tensordict=0.35),
+    "save_load.LoadMany": Target(tensordict=2),
+    "save_load.SerializeLarge": Target(tensordict=3, safetensors=1, limit=1.25),
+    "save_load.LoadLarge": Target(tensordict=1.8, limit=1.9),
     "jagged.Element": Target(tensordict=9, mmap_ninja=3.5, limit=2.2),
     "jagged.Batch": Target(mmap_ninja=8, limit=4.5),
     "jagged.Open": Target(tensordict=60, mmap_ninja=7),
@@ -65,3 +102,42 @@ TARGETS: dict[str, Target] = {
     "jagged.Pickle": Target(bytes_=500),
     "import_time.Import": Target(more_than_numpy=0.15),
 }
+
+GROUPS = (
+    Group(
+        "the container's keys, shapes and lock",
+        median=1.3,
+        least=0.9,
+        members=tuple(
+            f"tensordict.{name}"
+            for name in (
+                "GetKey",
+                "GetNested",
+                "Set",
+                "SetInPlace",
+                "SetInPlaceShared",
+                "SetShared",
+                "Select",
+                "Exclude",
+                "FlattenKeys",
+                "UnflattenKeys",
+                "Clone",
+                "CloneShallow",
+                "View",
+                "Transpose",
+                "Unbind",
+                "MemmapTdView",
+                "MemmapTdTranspose",
+                "Construct",
+                "Lock",
+                "Unlock",
+            )
+        ),
+    ),
+    Group(
+        "everything that tensordict does as well",
+        median=2,
+        least=0.95,
+        exceptions=MappingProxyType({"save_load.SaveOver": 0.35}),
+    ),
+)

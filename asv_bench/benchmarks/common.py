@@ -32,7 +32,7 @@ __all__ = [
     "values",
 ]
 
-LIBRARIES = ("mmtensor", "tensordict", "mmap_ninja", "numpy", "torch", "limit")
+LIBRARIES = ("mmtensor", "tensordict", "mmap_ninja", "safetensors", "numpy", "torch", "limit")
 
 MMT = mmtensor.MemoryMappedTensor
 TDT = tensordict.MemoryMappedTensor
@@ -83,6 +83,15 @@ def remove_files() -> None:
         shutil.rmtree(_root())
     _root.cache_clear()
     new_directory.cache_clear()
+
+
+def _empty(path: str) -> None:
+    """Free the space of a file, or of the files below a directory, if it is there at all."""
+    if os.path.isfile(path):
+        os.truncate(path, 0)
+    for place, _, names in os.walk(path):
+        for name in names:
+            os.truncate(os.path.join(place, name), 0)
 
 
 class Files:
@@ -153,8 +162,7 @@ class Comparison(ABC):
             remove_files()
             return
         for path in self.__dict__.pop("_paths", ()):
-            if os.path.exists(path):
-                os.truncate(path, 0)
+            _empty(path)
 
     def timer(self) -> float:
         """Return the seconds that all samples took, a call each: the clock for asv."""
@@ -185,8 +193,7 @@ class FreshFile(Comparison):
 
     def after(self, argument: Any) -> None:
         """Free what the call left behind; its inode stays, see `_root`."""
-        if os.path.exists(argument):  # one may be made and not used
-            os.truncate(argument, 0)
+        _empty(argument)
 
 
 class Expression(Comparison):

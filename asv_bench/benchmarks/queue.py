@@ -4,7 +4,10 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import tensordict
 import torch
+
+import mmtensor
 
 from .common import MMT, TDT, Comparison, FreshFile, values
 
@@ -117,6 +120,30 @@ class QueueNewFile(FreshFile):
             self.echo.close()
             del self.echo
         super().teardown(library)
+
+
+class QueueTensorDict(QueueFile):
+    """A container in shared memory, again and again."""
+
+    title = "round trip through `SimpleQueue`, shared TensorDict of 100 leaves"
+
+    def shared(self, kind: Any) -> Callable[[], Any]:
+        """Return what is timed, for one library."""
+        leaves = {f"leaf{number}": values(*_SHAPE) + number for number in range(100)}
+        return self.use(kind(leaves, [100]).share_memory_())
+
+    def mmtensor(self) -> Callable[[], Any]:
+        """One block: one descriptor."""
+        return self.shared(mmtensor.TensorDict)
+
+    def tensordict(self) -> Callable[[], Any]:
+        """A descriptor for each leaf."""
+        return self.shared(tensordict.TensorDict)
+
+    def torch(self) -> Callable[[], Any]:
+        """A dict of shared tensors."""
+        leaves = {f"leaf{number}": values(*_SHAPE) + number for number in range(100)}
+        return self.use({key: leaf.share_memory_() for key, leaf in leaves.items()})
 
 
 _ = torch  # loaded before the children are forked
