@@ -13,6 +13,7 @@ from mmtensor.tree import Leaves, Tree, path_of
 __all__ = ["Keyed"]
 
 _MISSING: Any = object()
+_new = object.__new__
 
 
 class Keyed(Tree):
@@ -21,7 +22,12 @@ class Keyed(Tree):
     __slots__ = ()
 
     def __init__(self, source: Any = None, batch_size: Any = ()) -> None:
-        size = torch.Size(as_shape(batch_size))
+        if type(batch_size) is list:
+            batch_size = tuple(batch_size)  # which is looked at in half the time
+        self._fill(source, torch.Size(as_shape(batch_size)))
+
+    def _fill(self, source: Any, size: torch.Size) -> None:
+        """Do the work of `__init__`."""
         self._batch_size = size
         self._locks = ()
         self._leaves = leaves = {}
@@ -30,13 +36,19 @@ class Keyed(Tree):
         items = source._all().items() if isinstance(source, Tree) else source.items()
         dims = len(size)
         for key, value in items:
-            if type(key) is str and type(value) in DENSE_TYPES:
-                try:
-                    if value.shape[:dims] == size:
-                        leaves[key] = value
-                        continue
-                except RuntimeError:
-                    pass  # a nested tensor has no shape
+            if type(key) is str:
+                kind = type(value)
+                if kind in DENSE_TYPES:
+                    try:
+                        if value.shape[:dims] == size:
+                            leaves[key] = value
+                            continue
+                    except RuntimeError:
+                        pass  # a nested tensor has no shape
+                elif kind is dict:
+                    nested = leaves[key] = _new(type(self))
+                    nested._fill(value, size)
+                    continue
             self.set(key, value)
 
     def __getitem__(self, index: Any) -> Any:
@@ -60,15 +72,22 @@ class Keyed(Tree):
             return self._leaves[str(index)]
         return indexed.getitem(self, index)
 
-    def _find(self, path: tuple[str, ...]) -> Any:
+    def _seek(self, path: tuple[str, ...]) -> Any:
+        """Return a leaf or nested container, or `_MISSING`."""
         leaf: Any = self
         for key in path:
             if not isinstance(leaf, Tree):
-                raise self._no_key(path)
+                return _MISSING
             try:
                 leaf = leaf._leaves[key]
             except KeyError:
-                raise self._no_key(path) from None
+                return _MISSING
+        return leaf
+
+    def _find(self, path: tuple[str, ...]) -> Any:
+        leaf = self._seek(path)
+        if leaf is _MISSING:
+            raise self._no_key(path)
         return leaf
 
     def _no_key(self, path: tuple[str, ...]) -> KeyError:
@@ -119,8 +138,11 @@ class Keyed(Tree):
         >>> TensorDict({"n": {"x": torch.ones(1)}}).get(("n", "x"))
         tensor([1.])
         """
+        if type(key) is not str:
+            leaf = self._seek(path_of(key))
+            return default if leaf is _MISSING else leaf
         try:
-            return self._leaves[key] if type(key) is str else self._find(path_of(key))
+            return self._leaves[key]
         except KeyError:
             return default
 
@@ -168,7 +190,8 @@ class Keyed(Tree):
         return self
 
     def _put(self, key: str, value: Any, path: tuple[str, ...]) -> None:
-        self._check_unlocked(f"set key {name_path(path)}")
+        if self._locks:
+            self._check_unlocked(f"set key {name_path(path)}")
         leaf = accept(path, value, self._batch_size, type(self))
         if isinstance(leaf, Tree) and any(tree is self for tree in leaf._trees()):
             raise ValueError(f"a TensorDict cannot contain itself, as key {name_path(path)}.")
@@ -180,7 +203,8 @@ class Keyed(Tree):
         for number, key in enumerate(path):
             child = node._leaves.get(key) if type(node._leaves) is dict else node._all().get(key)
             if child is None:
-                node._check_unlocked(f"set key {name_path(path[: number + 1])}")
+                if node._locks:
+                    node._check_unlocked(f"set key {name_path(path[: number + 1])}")
                 child = node._all()[key] = self._make({}, node._batch_size)
             if not isinstance(child, Tree):
                 raise KeyError(f"key {name_path(path[: number + 1])} is a leaf, not nested.")
@@ -442,13 +466,9 @@ class Keyed(Tree):
         result = self._make({}, self._batch_size)
         for key, leaf in self._all().items():
             value = leaf.unflatten_keys(separator) if isinstance(leaf, Keyed) else leaf
-            if separator in key:
-                path = tuple(key.split(separator))
-                if path in result:
-                    raise KeyError(f"two leaves would have the key {path!r}.")
-                result._nest(path[:-1])._leaves[path[-1]] = value
-            elif key in result._leaves:
-                raise KeyError(f"two leaves would have the key {key!r}.")
-            else:
-                result._leaves[key] = value
+            path = tuple(key.split(separator))
+            node = result._nest(path[:-1]) if len(path) > 1 else result
+            if path[-1] in node._leaves:
+                raise KeyError(f"two leaves would have the key {name_path(path)}.")
+            node._leaves[path[-1]] = value
         return result

@@ -239,10 +239,12 @@ def present(
         If a leaf has one dimension of elements that cannot be anything else.
     """
 
+    marked = not is_compiling()  # compiled code sees regular tensors
+
     def leaf(value: Any) -> Any:
         if type(value) is MemoryMappedTensor:
             result = change(value)
-            if not is_compiling():
+            if marked:
                 result.__class__ = MemoryMappedTensor
             return result
         if isinstance(value, Tensor):

@@ -41,9 +41,13 @@ def view(tree: Tree, shape: tuple[Any, ...]) -> Any:
     if new == size:
         return tree._same()
     dims = len(size)
-    view_ = Tensor.view
-    result = present(tree, lambda x: view_(x, (*new, *x.shape[dims:])), new, "view")
-    return result._lock_as(tree)
+    plain = tuple(new)  # torch takes a torch.Size apart at twice the price
+    view_, dim_ = Tensor.view, Tensor.dim
+
+    def change(x: Tensor) -> Tensor:
+        return view_(x, plain if dim_(x) == dims else (*plain, *x.shape[dims:]))
+
+    return present(tree, change, new, "view")._lock_as(tree)
 
 
 def reshape(tree: Tree, shape: tuple[Any, ...]) -> Any:
