@@ -29,12 +29,14 @@ __all__ = [
     "name_path",
     "present",
     "rows_of",
+    "standalone",
     "to_plain",
     "write",
 ]
 
 # The classes that need no further look when they are set.
 DENSE_TYPES = frozenset((Tensor, MemoryMappedTensor, torch.nn.Parameter))
+_REGULAR_TYPES = DENSE_TYPES - {MemoryMappedTensor}
 _copy = Tensor.copy_
 
 
@@ -171,6 +173,15 @@ def clone(leaf: Any) -> Any:
     return list(leaf) if isinstance(leaf, list) else leaf
 
 
+def standalone(leaf: Any) -> Any:
+    """Return a leaf for a checkpoint, which saves whole storages: a copy, or all of a storage."""
+    if type(leaf) in _REGULAR_TYPES and leaf.layout is torch.strided and not leaf.__dict__:
+        storage = leaf.untyped_storage()
+        if storage.nbytes() == leaf.nbytes and getattr(storage, "mapping", None) is None:
+            return leaf
+    return clone(leaf)
+
+
 def to_plain(leaf: Any) -> Any:
     """Return a leaf on the same memory without the class `MemoryMappedTensor`."""
     return leaf.as_subclass(Tensor) if type(leaf) is MemoryMappedTensor else leaf
@@ -238,7 +249,6 @@ def present(
     RuntimeError
         If a leaf has one dimension of elements that cannot be anything else.
     """
-
     marked = not is_compiling()  # compiled code sees regular tensors
 
     def leaf(value: Any) -> Any:

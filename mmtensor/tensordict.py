@@ -11,7 +11,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from mmtensor import joining, modules, shaping
 from mmtensor.geometry import as_shape
 from mmtensor.jagged import JaggedTensor
-from mmtensor.leaves import DENSE_TYPES, accept, clone, mapping_under, to_plain
+from mmtensor.leaves import DENSE_TYPES, accept, clone, mapping_under, standalone, to_plain
 from mmtensor.loading import load
 from mmtensor.modes import ModeName
 from mmtensor.rawfile import Path, absolute
@@ -553,7 +553,7 @@ class TensorDict(Upward):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not for_checkpoint(protocol):
             return reduce_tree(self)
-        return reduce_tree(self._map(clone))
+        return reduce_tree(self._map(standalone))
 
     def __copy__(self) -> Self:
         return self._shallow()
