@@ -68,6 +68,12 @@ if HAVE_MMAP:
     _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     _answer = ctypes.c_ubyte()
     _answer_address = ctypes.addressof(_answer)
+    # struct file_handle { unsigned int handle_bytes; int handle_type; unsigned char f_handle[]; }
+    _EMPTY_HANDLE = struct.pack("Ii128x", 128, 0)
+    _Handle = ctypes.c_char * len(_EMPTY_HANDLE)
+    _mount = ctypes.byref(ctypes.c_int())  # which nobody reads
+    if LINUX:
+        _name_to_handle_at = _libc.name_to_handle_at
     _msync = _libc.msync
     _msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -190,20 +196,17 @@ def file_handle(path: str | int) -> bytes:
     """
     if not LINUX:
         return b""
-    # struct file_handle { unsigned int handle_bytes; int handle_type; unsigned char f_handle[]; }
-    buffer = ctypes.create_string_buffer(struct.pack("Ii", 128, 0), 136)
-    mount = ctypes.c_int()
+    buffer = _Handle.from_buffer_copy(_EMPTY_HANDLE)
     if isinstance(path, int):
-        failed = _libc.name_to_handle_at(path, b"", buffer, ctypes.byref(mount), _AT_EMPTY_PATH)
+        failed = _name_to_handle_at(path, b"", buffer, _mount, _AT_EMPTY_PATH)
     else:
-        name = os.fsencode(path)
-        failed = _libc.name_to_handle_at(
-            _AT_FDCWD, name, buffer, ctypes.byref(mount), _AT_SYMLINK_FOLLOW
+        failed = _name_to_handle_at(
+            _AT_FDCWD, os.fsencode(path), buffer, _mount, _AT_SYMLINK_FOLLOW
         )
     if failed:
         return b""
     raw = buffer.raw
-    return raw[8 : 8 + struct.unpack_from("I", raw)[0]]
+    return raw[8 : 8 + int.from_bytes(raw[:4], sys.byteorder)]
 
 
 def on_overlay(path: str) -> bool:

@@ -34,6 +34,7 @@ LEVELS = {
     "rawfile": 2,
     "directory": 2,
     "blocks": 2,
+    "pages": 3,
     "mapping": 3,
     "arrays": 4,
     "compiling": 5,
