@@ -35,6 +35,7 @@ from mmtensor.jagged_parts import (
     with_shapes,
 )
 from mmtensor.jagged_reference import refer, reopen
+from mmtensor.jagged_searching import JaggedSearch
 from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
@@ -52,7 +53,7 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 _as_strided = Tensor.as_strided
 
 
-class JaggedTensor(JaggedConstructors, JaggedConversions, Sequence[Tensor]):
+class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence[Tensor]):
     """A sequence of tensors of different shapes, stored as one buffer.
 
     Element `i` is ``values[offsets[i]:offsets[i + 1]].view(*shapes[i])``. All have one dtype

@@ -73,6 +73,12 @@ class Strings(Sequence[str]):
         row = self._first + row * self._step
         return str(self._memory[self._at[row] : self._at[row + 1]], "utf-8")
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "strings of a jagged tensor are read-only: another length would move all that "
+            'follow. Replace them all: td["name"] = [...], or JaggedTensor.from_strings([...]).'
+        )
+
     def _pieces(self) -> Iterator[memoryview]:
         at, memory, step = self._at, self._memory, self._step
         for number in range(self._length):

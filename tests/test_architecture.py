@@ -58,6 +58,7 @@ LEVELS = {
     "jagged_strings": 6,
     "jagged_bridges": 6,
     "jagged_constructors": 6,
+    "jagged_searching": 6,
     "jagged": 6,
     "jagged_writer": 6,
     "jagged_batches": 6,

@@ -330,6 +330,14 @@ def test_wrong_strings(items, error, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_strings_are_read_only():
+    """Assigning one says how to replace them all."""
+    j = JaggedTensor.from_strings(TEXTS)
+    with pytest.raises(TypeError, match=r"read-only: .* Replace them all"):
+        j.strings[0] = "other"
+    assert list(j.strings) == TEXTS
+
+
 def test_strings_of_numbers():
     """Only uint8 of one dimension can be strings."""
     for j in (JaggedTensor.zeros([[1]]), JaggedTensor.zeros([[1, 1]], dtype="uint8")):
