@@ -100,6 +100,17 @@ TARGETS: dict[str, Target] = {
     "jagged.BuildWithTwo": Target(mmap_ninja=4),
     "jagged.Append": Target(mmap_ninja=80),
     "jagged.Pickle": Target(bytes_=500),
+    "map.Returning": Target(tensordict=20),
+    "map.Writing": Target(tensordict=20),
+    "map.Nothing": Target(tensordict=1.5),
+    "map.ReturningRunning": Target(tensordict=40),
+    "map.WritingRunning": Target(tensordict=40),
+    "map.NothingRunning": Target(tensordict=5),
+    "dataloader.Batches": Target(tensordict=6, limit=1.4),
+    "dataloader.BatchesTwoWorkers": Target(tensordict=12),
+    "dataloader.Loader": Target(tensordict=4),
+    "dataloader.LoaderTwoWorkers": Target(tensordict=1.3),
+    "cold.Gather": Target(tensordict=5, torch=5),
     "import_time.Import": Target(more_than_numpy=0.15),
 }
 

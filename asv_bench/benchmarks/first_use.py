@@ -1,0 +1,85 @@
+"""What the first use in a fresh process costs, in a process that has imported torch.
+
+That contains the import of what is used, for all libraries.
+"""
+
+import functools
+import os
+import tempfile
+from typing import Any, ClassVar
+
+import mmtensor
+
+from .common import values
+
+_BEFORE = """
+import numpy, torch
+torch.set_num_threads(1)
+def nothing(td):
+    pass
+directory = {!r}
+"""
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    """Make files to open, once in a process; they go with it."""
+    directory = tempfile.TemporaryDirectory(prefix="mmtensor-first-")
+    values(100, 100).numpy().tofile(os.path.join(directory.name, "x.bin"))
+    mmtensor.TensorDict({"x": values(100, 100)}, [100]).memmap(f"{directory.name}/td")
+    return directory
+
+
+class _First:
+    """A statement, in a fresh process; ``limit`` is the second time in one."""
+
+    limit_is = "the second time in the same process"
+    limit_column = "limit"
+    params: ClassVar[list[Any]] = [["mmtensor", "tensordict", "limit"]]
+    param_names: ClassVar[list[str]] = ["library"]
+    code: ClassVar[dict[str, str]]
+
+    def timeraw_first(self, library: str) -> tuple[str, str]:
+        """Return the code that is timed, and what comes before it."""
+        setup = _BEFORE.format(_directory().name)
+        if library == "limit":
+            code = self.code["mmtensor"]
+            return code, setup + code
+        return self.code[library], setup
+
+
+class FirstTensor(_First):
+    """Nearly all of it is the import of the modules below `MemoryMappedTensor`.
+
+    Opening the file itself takes 0.1 ms the first time: the guard, the table of view methods
+    and ctypes are ready by then.
+    """
+
+    title = "first `from_filename` in a process with torch"
+    code: ClassVar[dict[str, str]] = {
+        library: f"import {library}; x = {library}.MemoryMappedTensor.from_filename("
+        "directory + '/x.bin', torch.float32, (100, 100))"
+        for library in ("mmtensor", "tensordict")
+    }
+
+
+class FirstAnonymous(_First):
+    """No resource tracker is started: the block never has a name that could be left behind."""
+
+    title = "first anonymous `empty` in a process with torch"
+    code: ClassVar[dict[str, str]] = {
+        library: f"import {library}; x = {library}.MemoryMappedTensor.empty("
+        "(100, 100), dtype=torch.float32)"
+        for library in ("mmtensor", "tensordict")
+    }
+
+
+class FirstMap(_First):
+    """The container and `concurrent.futures` are imported, and two processes forked."""
+
+    title = "first `load_memmap` and `map` in a process with torch"
+    code: ClassVar[dict[str, str]] = {
+        library: f"import {library}; td = {library}.TensorDict.load_memmap(directory + '/td'); "
+        "td.map(nothing, num_workers=2, chunksize=50, mp_start_method='fork')"
+        for library in ("mmtensor", "tensordict")
+    }

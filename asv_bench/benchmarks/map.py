@@ -1,0 +1,127 @@
+"""A function over every element of a container, with two worker processes."""
+
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, ClassVar
+
+import tensordict
+
+import mmtensor
+
+from .common import Comparison, values
+
+_COUNT, _FLOATS, _WORKERS = 1000, 1024, 2
+_fork = multiprocessing.get_context("fork")
+
+
+def _add_one(td: Any) -> Any:
+    return td.apply(_plus)
+
+
+def _plus(x: Any) -> Any:
+    return x + 1
+
+
+def _nothing(td: Any) -> None:
+    pass
+
+
+class _Map(Comparison):
+    """1,000 elements of 4 KB in a memory-mapped container, one call for each."""
+
+    function: ClassVar[Callable[[Any], Any]]
+    writes: ClassVar[bool] = False
+    running: ClassVar[bool] = False
+
+    def containers(self, kind: Any) -> tuple[Any, Any]:
+        """Return what is mapped over, and what results are written to."""
+        leaves = {"x": values(_COUNT, _FLOATS)}
+        source = kind(leaves, [_COUNT]).memmap(self.new_path())
+        return source, kind(leaves, [_COUNT]).memmap(self.new_path()) if self.writes else None
+
+    def mmtensor(self) -> Callable[[], Any]:
+        """With processes of its own, or an executor."""
+        source, out = self.containers(mmtensor.TensorDict)
+        function = type(self).function
+        how: dict[str, Any] = {"mp_start_method": "fork"}
+        if self.running:
+            self.executor = ProcessPoolExecutor(_WORKERS, mp_context=_fork)
+            how = {"executor": self.executor}
+
+        def do() -> Any:
+            return source.map(function, num_workers=_WORKERS, chunksize=0, out=out, **how)
+
+        do()  # an executor starts its processes now
+        return do
+
+    def tensordict(self) -> Callable[[], Any]:
+        """With processes of its own, or a pool."""
+        source, out = self.containers(tensordict.TensorDict)
+        function = type(self).function
+        how: dict[str, Any] = {"num_workers": _WORKERS, "mp_start_method": "fork"}
+        if self.running:
+            self.pool = _fork.Pool(_WORKERS)
+            how = {"pool": self.pool}
+
+        def do() -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of how workers are seeded
+                return source.map(function, chunksize=0, out=out, **how)
+
+        return do
+
+    def teardown(self, library: str) -> None:
+        """End the processes."""
+        if hasattr(self, "executor"):
+            self.executor.shutdown()
+            del self.executor
+        if hasattr(self, "pool"):
+            self.pool.close()
+            self.pool.join()
+            del self.pool
+        super().teardown(library)
+
+
+class Returning(_Map):
+    """Results come back, and are stacked."""
+
+    title = "`map`, 1,000 elements of 4 KB, results"
+    function = _add_one
+
+
+class Writing(_Map):
+    """Results are written to a memory-mapped container."""
+
+    title = "`map`, 1,000 elements of 4 KB, into memory-mapped `out`"
+    function = _add_one
+    writes = True
+
+
+class Nothing(_Map):
+    """There are no results."""
+
+    title = "`map`, 1,000 elements of 4 KB, no results"
+    function = _nothing
+
+
+class ReturningRunning(Returning):
+    """The same, with processes that are there."""
+
+    title = "`map` with a running executor, results"
+    running = True
+
+
+class WritingRunning(Writing):
+    """The same, with processes that are there."""
+
+    title = "`map` with a running executor, into memory-mapped `out`"
+    running = True
+
+
+class NothingRunning(Nothing):
+    """The same, with processes that are there."""
+
+    title = "`map` with a running executor, no results"
+    running = True
