@@ -5,10 +5,12 @@ a process that was just forked, and 0.5 ms for each. A pipe to a worker is a soc
 descriptors along with the message.
 """
 
+import copyreg
 import io
 import os
 import pickle
 import socket
+from collections import ChainMap
 from multiprocessing.reduction import ForkingPickler, recvfds, sendfds
 from typing import Any
 
@@ -20,12 +22,19 @@ _SOCKETS = os.name == "posix" and hasattr(socket, "SCM_RIGHTS")
 # Descriptors in one message of a socket: 253 on Linux.
 _TOGETHER = 250
 
+# The dispatch table of a ForkingPickler, which copies two hundred entries for each message and
+# so touches as many types: in a worker that was forked, pages that are copied.
+_registered: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # not in typeshed
+_by_default: Any = copyreg.dispatch_table
+_dispatch_table: Any = ChainMap(_registered, _by_default)
 
-class _Pickler(ForkingPickler):
+
+class _Pickler(pickle.Pickler):
     """Leaves blocks out, and notes their descriptors."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.dispatch_table = _dispatch_table
         self.blocks: list[SharedMapping] = []
 
     def persistent_id(self, value: Any) -> Any:

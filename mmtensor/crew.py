@@ -62,13 +62,14 @@ class Crew:
             If the executor is broken.
         """
         job = self.job
+        what = task.first, task.last, task.seconds
         try:
             if self._threads:
-                future = self._submit(job.run, task.first, task.last)
+                future = self._submit(job.run, *what)
             else:
                 sent = job if again or self._with_job > 0 else None
                 self._with_job -= not again
-                future = self._submit(run_cached, job.token, sent, task.first, task.last)
+                future = self._submit(run_cached, job.token, sent, *what)
         except BrokenExecutor as error:
             raise WorkerLost(str(error), None) from error
         self._under_way[task] = future
@@ -96,6 +97,9 @@ class Crew:
             if outcome.kind != MISSING:
                 return task, outcome
             self.submit(task, again=True)
+
+    def dismiss(self) -> None:
+        """Let workers go, there is nothing left to do: these have a life of their own."""
 
     def stop(self, *, kill: bool) -> None:
         """Take back what has not begun; in this process, wait for the rest.

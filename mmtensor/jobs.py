@@ -50,6 +50,8 @@ class Task:
     ----------
     first, last
         The chunks from `first` to before `last`.
+    seconds
+        After how long no further chunk is begun.
 
     Attributes
     ----------
@@ -57,11 +59,12 @@ class Task:
         What it came to, once it is done.
     """
 
-    __slots__ = ("first", "last", "outcome")
+    __slots__ = ("first", "last", "outcome", "seconds")
 
-    def __init__(self, first: int, last: int) -> None:
+    def __init__(self, first: int, last: int, seconds: float) -> None:
         self.first = first
         self.last = last
+        self.seconds = seconds
         self.outcome: Outcome | None = None
 
 
@@ -74,11 +77,14 @@ class WorkerLost(Exception):  # noqa: N818  # it is never seen outside
         What is known.
     task
         What it was about; None: nobody knows.
+    chunk
+        Which chunk of it; None: nobody knows.
     """
 
-    def __init__(self, message: str, task: Task | None) -> None:
+    def __init__(self, message: str, task: Task | None, chunk: int | None = None) -> None:
         super().__init__(message)
         self.task = task
+        self.chunk = chunk
 
 
 class Outcome(NamedTuple):
@@ -94,12 +100,15 @@ class Outcome(NamedTuple):
         The results, or the exception.
     chunk
         Which chunk has failed.
+    last
+        Before which chunk it ended.
     """
 
     kind: int
     seconds: float = 0.0
     value: Any = None
     chunk: int = 0
+    last: int = 0
 
 
 class Job:
@@ -145,26 +154,42 @@ class Job:
         # Seen by threads only.
         self.stopped = False
 
-    def run(self, first: int, last: int) -> Outcome:
-        """Call the function for the chunks from `first` to before `last`."""
+    def run(self, first: int, last: int, seconds: float, at: Any = None) -> Outcome:
+        """Call the function for the chunks from `first` to before `last`.
+
+        Parameters
+        ----------
+        first, last
+            Which chunks.
+        seconds
+            After how long no further one is begun.
+        at
+            Memory that is told which chunk is at work: a sequence with one number.
+        """
         away = os.getpid() != self.home
         seed = self.seed if away else None
         generator = torch.default_generator
         cut, fn, source = self.cut, self.fn, self.source
+        clock = time.perf_counter
         results: list[Any] = []
-        began = time.perf_counter()
         number = first
+        now = began = clock()
+        end = began + seconds
         try:
             for number in range(first, last):
-                if self.stopped:
+                if self.stopped or (now > end and number > first):
+                    last = number
                     break
+                if at is not None:
+                    at[0] = number
                 if seed is not None:
                     # Workers that were forked have all the same generator.
                     generator.manual_seed((seed + number) % _SEEDS)
                 results.append(fn(source[cut.index(number)]))
-            seconds = time.perf_counter() - began
-            outcome = self._outcome(first, results, seconds)
-            return outcome._replace(value=self._pack(outcome.value)) if away else outcome
+                now = clock()
+            outcome = self._outcome(first, results, now - began)
+            value = self._pack(outcome.value) if away else outcome.value
+            return outcome._replace(value=value, last=last)
         except Misfit as error:
             cause = error.__cause__ or error
             return Outcome(FAILED, 0.0, portable(cause) if away else cause, error.chunk)
@@ -239,7 +264,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
-def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
+def run_cached(token: bytes, job: Job | None, first: int, last: int, seconds: float) -> Outcome:
     """Run a range of chunks in a worker that may have the job from an earlier task.
 
     Parameters
@@ -248,8 +273,8 @@ def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
         Which job.
     job
         None: the worker is taken to have it. Otherwise it has it from now on.
-    first, last
-        The chunks from `first` to before `last`.
+    first, last, seconds
+        As for `Job.run`.
     """
     if _forked:
         # The threads of OpenMP do not survive a fork; torch would wait for them for ever.
@@ -260,4 +285,4 @@ def run_cached(token: bytes, job: Job | None, first: int, last: int) -> Outcome:
         while len(_held) > _HELD:
             _held.popitem(last=False)
     found = _held.get(token)
-    return Outcome(MISSING) if found is None else found.run(first, last)
+    return Outcome(MISSING) if found is None else found.run(first, last, seconds)

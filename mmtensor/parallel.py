@@ -1,9 +1,9 @@
 """Mapping a function over a container in parallel, on any `concurrent.futures.Executor`."""
 
+import bisect
 import multiprocessing
 import os
 import pickle
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,11 +30,12 @@ __all__ = ["map_chunks", "map_iter_chunks"]
 
 # A task is so many chunks that the function takes about this long over them: sending one and
 # its results takes 0.1 to 1 ms, and results come in steps of this. Towards the end tasks get
-# smaller, for all workers to be busy, but not smaller than what pays.
+# smaller, for all workers to be busy, but not smaller than what pays. How long the function
+# takes is not known before the first results: the first tasks end after a while, wherever
+# they are then.
 _TASK_SECONDS = 0.02
 _LEAST_SECONDS = 0.002
-# How much larger than its predecessor a task may be: the first call of a function is slow.
-_GROWTH = 16
+_FIRST_SECONDS = 0.005
 # Tasks for each worker that `map_iter` holds at most, finished ones included.
 _BACKLOG = 4
 
@@ -198,10 +199,11 @@ def _lost(error: WorkerLost, place: Cut) -> MapError:
     what = str(error).rstrip(".")
     if task is None:
         return MapError(f"a worker of map was lost: {what}.")
-    last = task.last - 1
-    if task.first == last:
-        return MapError(f"{what}, at work on {place.describe(last)}.", last)
-    return MapError(f"{what}, at work on chunks {task.first} to {last} of {place.count}.")
+    first, last = task.first, task.last - 1
+    if error.chunk is not None or first == last:
+        chunk = first if error.chunk is None else error.chunk
+        return MapError(f"{what}, at work on {place.describe(chunk)}.", chunk)
+    return MapError(f"{what}, at work on chunks {first} to {last} of {place.count}.")
 
 
 def _check_outcome(outcome: Outcome, place: Cut) -> None:
@@ -233,29 +235,45 @@ def _work(
     """
     place = job.cut
     count = place.count
+    fair = 2 * workers
+    # What nobody has been given, in order; what is done, by its first chunk.
+    left = [(0, count)] if count else []
+    done: dict[int, Task] = {}
+    group, seconds = max(1, count // fair), _FIRST_SECONDS
     position = running = 0
-    group = 1
-    order: deque[Task] = deque()
-    while order or position < count:
-        while position < count and running < crew.capacity and len(order) < backlog:
-            task = Task(position, min(position + group, count))
-            position = task.last
-            order.append(task)
+    while position < count:
+        while (
+            left
+            and running < crew.capacity
+            # What is waited for is never held back.
+            and (running + len(done) < backlog or left[0][0] == position)
+        ):
+            first, last = left.pop(0)
+            task = Task(first, min(first + group, last), seconds)
+            if task.last < last:
+                left.insert(0, (task.last, last))
             crew.submit(task)
             running += 1
         task, outcome = crew.next()
         running -= 1
         _check_outcome(outcome, place)
+        if outcome.last < task.last:
+            bisect.insort(left, (outcome.last, task.last))
+            task.last = outcome.last
         task.outcome = outcome._replace(value=unpacked(outcome.value))
-        done = task.last - task.first
+        done[task.first] = task
+        number = task.last - task.first
         if progress is not None:
-            progress.update(done)
-        rate = done / max(outcome.seconds, 1e-9)
-        fair = max((count - position) / (2 * workers), _LEAST_SECONDS * rate)
-        group = max(1, int(min(_TASK_SECONDS * rate, fair, _GROWTH * group)))
-        while order and order[0].outcome is not None:
-            first = order.popleft()
-            yield first.first, first.last, first.outcome  # type: ignore[misc]  # it is done
+            progress.update(number)
+        rate = number / max(outcome.seconds, 1e-9)
+        rest = sum(last - first for first, last in left)
+        group = max(1, int(min(_TASK_SECONDS * rate, max(rest / fair, _LEAST_SECONDS * rate))))
+        seconds = _TASK_SECONDS
+        while position in done:
+            task = done.pop(position)
+            position = task.last
+            yield task.first, task.last, task.outcome  # type: ignore[misc]  # it is done
+    crew.dismiss()
 
 
 @contextmanager
@@ -361,9 +379,8 @@ def map_chunks(
                     "fn must return tensors for every chunk, or TensorDicts, or None; up to "
                     f"chunk {last - 1} it has returned None and something else."
                 )
-    if out is not None:
-        return out
-    return place.concatenate(parts) if parts else None
+        # Workers are ending meanwhile.
+        return place.concatenate(parts) if parts else out
 
 
 def _apart(place: Cut, outcome: Outcome, count: int) -> list[Any]:

@@ -8,6 +8,8 @@ task that was about. Here every worker has a pipe of its own and one task at a t
 import gc
 import importlib
 import os
+import struct
+import sys
 from multiprocessing import connection, parent_process, util
 from multiprocessing.context import BaseContext
 from signal import SIGINT, signal
@@ -25,6 +27,8 @@ __all__ = ["Pool"]
 # Windows has none, and no forks either.
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
+# A task: the first chunk, before which chunk it ends, and after how many seconds.
+_TASK = struct.Struct("=qqd")
 
 # Held while a worker is started. One that was forked in between by another thread would hold
 # the wrong ends of its pipes, and neither would notice the end of the other or of the parent.
@@ -68,6 +72,9 @@ class Pool:
         self._processes: list[Any] = []
         self._idle: list[Any] = []
         self._busy: dict[Any, Task] = {}
+        # Which chunk each worker is at, in memory that outlives it.
+        self._at = [context.RawArray("q", 1) for _ in range(workers)]
+        self._dismissed = False
         # In time for the end of the interpreter, which waits for processes.
         self._finalizer = util.Finalize(
             self, _kill, args=(self._processes, self._pipes), exitpriority=100
@@ -77,11 +84,12 @@ class Pool:
         """Start a worker; return the pipe to it."""
         with _starting:
             near, far = self._context.Pipe()
+            at = self._at[len(self._pipes)]
             self._pipes.append(near)
             try:
                 process = self._context.Process(
                     target=_worker,
-                    args=(far, list(self._pipes) if self._forks else [], self._job),
+                    args=(far, list(self._pipes) if self._forks else [], self._job, at),
                     name=f"mmtensor-map-{len(self._pipes)}",
                 )
                 process.start()
@@ -95,7 +103,7 @@ class Pool:
         pipe = self._idle.pop() if self._idle else self._start()
         self._busy[pipe] = task
         try:
-            pipe.send((task.first, task.last))
+            pipe.send_bytes(_TASK.pack(task.first, task.last, task.seconds))
         except OSError:
             pass  # it has died, which `next` finds out
 
@@ -129,7 +137,19 @@ class Pool:
         how = "ended" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by signal {-code}"
-        return WorkerLost(f"worker process {process.pid} {how}", self._busy.get(self._pipes[at]))
+        task = self._busy.get(self._pipes[at])
+        chunk = self._at[at][0]
+        known = task is not None and task.first <= chunk < task.last
+        return WorkerLost(f"worker process {process.pid} {how}", task, chunk if known else None)
+
+    def dismiss(self) -> None:
+        """Tell all workers that there is nothing left to do."""
+        self._dismissed = True
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(b"")
+            except OSError:
+                pass  # it has died meanwhile, with nothing to do
 
     def stop(self, *, kill: bool) -> None:
         """End all workers and wait for them; kill them where they may be busy."""
@@ -137,11 +157,8 @@ class Pool:
             self._finalizer()
             return
         self._finalizer.cancel()
-        for pipe in self._pipes:
-            try:
-                pipe.send(None)
-            except OSError:
-                pass  # it has died meanwhile, with nothing to do
+        if not self._dismissed:
+            self.dismiss()
         for process in self._processes:
             process.join()
             process.close()
@@ -159,7 +176,7 @@ def _kill(processes: list[Any], pipes: list[Any]) -> None:
         process.close()
 
 
-def _worker(pipe: Any, others: list[Any], job: Job) -> None:
+def _worker(pipe: Any, others: list[Any], job: Job, at: Any) -> None:
     """Do what comes through a pipe, until that is nothing."""
     for other in others:
         other.close()
@@ -168,21 +185,23 @@ def _worker(pipe: Any, others: list[Any], job: Job) -> None:
     # More threads than processors make everything slower, and those of OpenMP may be in any
     # state after a fork.
     torch.set_num_threads(1)
-    # Forked workers have all the same state.
-    np.random.seed(int.from_bytes(os.urandom(4), "little"))  # noqa: NPY002
+    # Forked workers have all the same state. NumPy loads it when it is first asked for, which
+    # takes 10 ms, and is seeded by the system then.
+    if "numpy.random" in sys.modules:
+        np.random.seed(int.from_bytes(os.urandom(4), "little"))  # noqa: NPY002
     # Ctrl-C reaches every process of a terminal. The one that called `map` ends its workers;
     # what they have started gets the signal as usual, which it would not if it was ignored.
     signal(SIGINT, _leave_it)
     _end_with_parent()
     while True:
         try:
-            message = pipe.recv()
+            message = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        if message is None:
+        if not message:
             return
-        first, last = message
-        outcome = job.run(first, last)
+        first, last, seconds = _TASK.unpack(message)
+        outcome = job.run(first, last, seconds, at)
         try:
             send(pipe, outcome)
         except BrokenPipeError:

@@ -57,6 +57,20 @@ def fail_at_five(td):
     return td["x"]
 
 
+def exit_at_five(td):
+    """End the process at the row that starts with 5."""
+    if int(td["x"].reshape(-1)[0]) == 5:
+        os._exit(3)
+    return td["x"]
+
+
+def sometimes_slow(td):
+    """Take longer than a first task may, for every tenth element."""
+    if int(td["x"][0]) % 10 == 0:
+        time.sleep(0.006)
+    return td["x"] * 2
+
+
 def fail_oddly(_):
     """Raise what does not travel."""
     raise OddlyMade("first", "second")

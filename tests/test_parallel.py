@@ -408,9 +408,10 @@ class Recording(Executor):
 
 def test_the_source_crosses_once(forked, tmp_path):
     """Workers of a running executor get the source with the first tasks, then only integers."""
-    td = TensorDict({f"leaf {n}": torch.zeros(500, 2) for n in range(50)}, [500])
+    leaves = {f"leaf {n}": torch.zeros(20, 2) for n in range(50)}
+    td = TensorDict({"x": torch.zeros(20, 1), **leaves}, [20]).memmap(tmp_path / "td")
     recording = Recording(forked)
-    td.memmap(tmp_path / "td").map(fn.nothing, chunksize=1, executor=recording, num_workers=2)
+    td.map(fn.slow_if_even, chunksize=0, executor=recording, num_workers=2)
     large = [size for size in recording.sizes if size > 200]
     # Two workers and four tasks under way, some of which may come back for want of it.
     assert len(recording.sizes) > 6
@@ -529,11 +530,21 @@ def test_a_worker_dies(function, how_it_ended, tmp_path):
     assert not our_workers()
 
 
-def test_the_chunk_of_a_dead_worker_is_named(tmp_path):
-    """Where a task is one chunk, the error knows which one killed the worker."""
-    with pytest.raises(MapError, match=r"exit code 3, at work on chunk 0 of 1") as caught:
-        on_files(tmp_path)[5:6].map(fn.exit_hard, chunksize=0, **FORK)
-    assert caught.value.chunk == 0
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_chunk_of_a_dead_worker_is_named(method, tmp_path):
+    """The error knows which chunk killed the worker, whatever else was in its task."""
+    x = torch.arange(1000.0).view(-1, 1)
+    td = TensorDict({"x": x}, [1000]).memmap(tmp_path / "td")
+    with pytest.raises(MapError, match=r"exit code 3, at work on chunk 5 of 1000") as caught:
+        td.map(fn.exit_at_five, chunksize=0, num_workers=2, mp_start_method=method)
+    assert caught.value.chunk == 5
+
+
+def test_results_of_tasks_that_end_early(how):
+    """Chunks that a task has not come to in its time are done by others, in order."""
+    x = torch.arange(200.0).view(-1, 1)
+    result = TensorDict({"x": x}, [200]).map(fn.sometimes_slow, chunksize=0, **how)
+    assert torch.equal(result, x * 2)
 
 
 @pytest.mark.parametrize("function", [fn.exit_hard, fn.kill_itself])
