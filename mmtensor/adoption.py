@@ -70,7 +70,7 @@ def open_tensor(
     partial: bool,
 ) -> Tensor:
     """Open a raw file as a plain tensor; see `MemoryMappedTensor.from_filename`."""
-    if is_table(shape):
+    if type(shape) is not tuple and is_table(shape):
         door = jagged()
         return door.open_tensor(filename, dtype, shape, mode, offset, partial)  # type: ignore[no-any-return]  # of jagged
     found = native_dtype(dtype)
@@ -78,12 +78,7 @@ def open_tensor(
         offset = as_offset(offset)
         _check_alignment(offset, found)
     mapping, sizes = map_file(
-        absolute(filename),
-        mode,
-        numpy_dtype(found),
-        as_shape(shape, infer=True),
-        offset=offset,
-        partial=partial,
+        absolute(filename), mode, numpy_dtype(found), as_shape(shape, infer=True), offset, partial
     )
     return tensor_on(mapping, found, sizes)
 

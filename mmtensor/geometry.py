@@ -158,7 +158,6 @@ def fit(
     shape: tuple[int, ...],
     dtype: Any,
     size: int,
-    *,
     offset: int = 0,
     partial: bool = False,
     what: str = "file",

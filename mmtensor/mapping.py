@@ -256,7 +256,6 @@ def map_file(
     mode: str | None,
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
-    *,
     offset: int = 0,
     partial: bool = False,
 ) -> tuple[FileMapping, tuple[int, ...]]:
@@ -290,15 +289,7 @@ def map_file(
     fd, status, found = open_existing(path, mode)
     try:
         try:
-            shape, nbytes = fit(
-                shape,
-                dtype,
-                status.st_size,
-                offset=offset,
-                partial=partial,
-                what="file",
-                name=path,
-            )
+            shape, nbytes = fit(shape, dtype, status.st_size, offset, partial, "file", path)
         except SizeError as error:
             with open(fd, "rb", closefd=False) as file:
                 if file.read(6) == b"\x93NUMPY":
