@@ -43,6 +43,7 @@ _KINDS = (DENSE, JAGGED, *_DIRECTORIES)
 # Bytes per element, by name of the dtype.
 ITEMSIZES = {name: numpy_dtype(name).itemsize for name in DTYPES}
 _VERSION = 1
+_quoted = json.encoder.encode_basestring_ascii
 _OURS = "_mmtensor"
 # Names that tensordict's flat object takes for itself: a leaf of this name is in our list
 # only, as it would be lost there anyway.
@@ -169,31 +170,35 @@ def dump(batch_size: tuple[int, ...], entries: list[Entry]) -> bytes:
     batch_size, entries
         As in `Manifest`.
     """
-    top: dict[str, Any] = {}
-    ours: list[Any] = [{"version": _VERSION, "batch_size": batch_size}]
+    # Written piece by piece: json.dumps takes twice as long, half the time of planning a save.
+    size = list(batch_size)
+    top: list[str] = []
+    ours = [f'{{"version": {_VERSION}, "batch_size": {size}}}']
     for entry in entries:
         key, kind, dtype, shape, file, *_ = entry
+        name, place = _quoted(key), _quoted(file)
         common = _common(entry)
         if kind in _DIRECTORIES:
             if common:
-                top[key] = {"type": _TYPES[kind]}
-            ours.append({"key": key, "kind": kind, "file": file})
+                top.append(f'{name}: {{"type": "{_TYPES[kind]}"}}')
+            ours.append(f'{{"key": {name}, "kind": "{kind}", "file": {place}}}')
             continue
+        sizes = list(shape)
         if common:
-            top[key] = {
-                "device": "cpu",
-                "shape": shape,
-                "dtype": f"torch.{dtype}",
-                "is_nested": kind == JAGGED,
-            }
-        ours.append({"key": key, "kind": kind, "dtype": dtype, "shape": shape, "file": file})
-    top["shape"] = batch_size
-    top["device"] = "cpu"
-    top["_type"] = "<class 'tensordict._td.TensorDict'>"
-    top["_format_version"] = 1
-    top["_class"] = "tensordict:TensorDict"
-    top[_OURS] = ours
-    return json.dumps(top).encode()
+            nested = "true" if kind == JAGGED else "false"
+            top.append(
+                f'{name}: {{"device": "cpu", "shape": {sizes}, "dtype": "torch.{dtype}", '
+                f'"is_nested": {nested}}}'
+            )
+        ours.append(
+            f'{{"key": {name}, "kind": "{kind}", "dtype": "{dtype}", "shape": {sizes}, '
+            f'"file": {place}}}'
+        )
+    top.append(
+        f'"shape": {size}, "device": "cpu", "_type": "<class \'tensordict._td.TensorDict\'>", '
+        f'"_format_version": 1, "_class": "tensordict:TensorDict", "{_OURS}": [{", ".join(ours)}]'
+    )
+    return f"{{{', '.join(top)}}}".encode()
 
 
 def _common(entry: Entry) -> bool:

@@ -41,7 +41,6 @@ from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
 __all__ = ["save", "sync_directories"]
 
 
-_NOTHING = memoryview(b"")
 # NumPy shares the memory of these with torch; none of them can be conjugated or negated.
 _PLAIN = frozenset(
     (
@@ -115,7 +114,7 @@ def save(tree: Tree, path: str, *, num_threads: int = 0, like: bool = False) -> 
             return _write_leaf(leaf, new.fd, path, like)
 
         for leaf, mapped in zip(leaves, _each(write, leaves, num_threads), strict=True):
-            leaf.into.add(leaf.entry.key, mapped)
+            leaf.into.source[leaf.entry.key] = mapped
         new.publish()
     return result._lock(MEMORY_MAPPED, path)
 
@@ -161,9 +160,10 @@ def _plan(
                 into.add(key, value)
                 data = dump_string(value) if kind == STRING else dump_strings(value)
                 texts.append(_Text(there, data))
+            entries.append(entry)
+            continue
         entries.append(entry)
-        if entry.kind in (DENSE, JAGGED):
-            leaves.append(_Leaf(path, value, entry, place, into))
+        leaves.append(_Leaf(path, value, entry, place, into))
     texts[own] = _Text(place, dump(tuple(tree._batch_size), entries))
     return tree._make(into, tree._batch_size)
 
@@ -210,16 +210,11 @@ def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
     if like:
         chunks = None
     elif type(value) is Tensor and dtype in _PLAIN and value.is_cpu and value.is_contiguous():
-        chunks = (_bytes_of(value),)
+        chunks = (Tensor.numpy(value),)  # at a third of the price of `chunks_of`
     else:
         chunks = chunks_of(value)
     mapping = _new_file(leaf.entry.file, leaf.place, root, path, chunks, nbytes)
     return mapping, dtype, shape
-
-
-def _bytes_of(value: Tensor) -> memoryview:
-    """Return the memory of a regular tensor, at half the price of `chunks_of`."""
-    return Tensor.numpy(value).reshape(-1).view(np.uint8).data if value.numel() else _NOTHING
 
 
 def _new_file(
