@@ -71,7 +71,7 @@ TARGETS: dict[str, Target] = {
     "write.FromTensor256MB": Target(tensordict=2, limit=1.2),
     "create.Zeros1MB": Target(tensordict=10),
     "create.Zeros256MB": Target(tensordict=50),
-    "create.EmptyAnonymous": Target(tensordict=1.3),
+    "create.Creation": Target(tensordict=1.3),
     "create.EmptyFile": Target(tensordict=1.2),
     "pickle.PickleView": Target(tensordict=1.8, bytes_=300),
     "pickle.LoadViews": Target(tensordict=5),

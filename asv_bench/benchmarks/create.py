@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .common import MMT, TDT, Comparison, FreshFile
+from .common import MMT, TDT, Comparison, FreshFile, values
 from .system import CREATE, map_and_unmap, rename_noreplace
 
 _SMALL = (3, 4, 5)
@@ -100,7 +100,7 @@ class EmptyFile(FreshFile):
         return calls
 
 
-class EmptyAnonymous(Comparison):
+class Creation(Comparison):
     """Tiny shared memory."""
 
     title = "`empty` of 60 floats, anonymous"
@@ -120,11 +120,32 @@ class EmptyAnonymous(Comparison):
 
     def limit(self) -> Callable[[], Any]:
         """The system calls."""
-        zeros = bytes(_SMALL_NBYTES)
+        data = memoryview(values(*_SMALL).numpy()).cast("B")
 
         def calls() -> None:
             fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)  # noqa: S108
-            os.pwrite(fd, zeros, 0)
+            os.pwrite(fd, data, 0)
             map_and_unmap(fd, _SMALL_NBYTES)
 
         return calls
+
+
+class CreationFromTensor(Creation):
+    """Tiny shared memory, filled."""
+
+    title = "`from_tensor` of 60 floats, anonymous"
+
+    def mmtensor(self) -> Callable[[], Any]:
+        """`from_tensor`."""
+        source = values(*_SMALL)
+        return lambda: MMT.from_tensor(source)
+
+    def tensordict(self) -> Callable[[], Any]:
+        """`from_tensor`."""
+        source = values(*_SMALL)
+        return lambda: TDT.from_tensor(source)
+
+    def torch(self) -> Callable[[], Any]:
+        """`share_memory_` of a copy."""
+        source = values(*_SMALL)
+        return lambda: source.clone().share_memory_()
