@@ -1,0 +1,1 @@
+"""How cost grows with size: curves over file sizes, elements, leaves, workers and progress."""
