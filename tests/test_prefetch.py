@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mmtensor.mapping
+import mmtensor.pages
 from mmtensor import MemoryMappedTensor, prefetch, syscalls
 from mmtensor.syscalls import PAGE
 
@@ -24,7 +24,7 @@ def asked(monkeypatch):
         ranges.append((address, address + length))
         syscalls.madvise(address, length, advice)
 
-    monkeypatch.setattr(mmtensor.mapping, "madvise", madvise)
+    monkeypatch.setattr(mmtensor.pages, "madvise", madvise)
     return ranges
 
 
@@ -42,7 +42,7 @@ def test_rows_are_asked_for(tmp_path_factory, monkeypatch, offset, row, data):
     ids = data.draw(st.lists(st.integers(-len(view), len(view) - 1), max_size=8))
     ranges = []
     monkeypatch.setattr(
-        mmtensor.mapping, "madvise", lambda address, length, _: ranges.append((address, length))
+        mmtensor.pages, "madvise", lambda address, length, _: ranges.append((address, length))
     )
     view.prefetch(ids)
     pages = {
@@ -232,3 +232,27 @@ class TestReadAhead:
         assert not syscalls.is_resident(address)
         assert x[1 << 23] == 0
         assert syscalls.is_resident(address)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 8), (1, 3), (100, 5 * PAGE), (0, 0), (7, 2)])
+def test_new_memory_gets_its_pages(start, length):
+    """Whole pages of new memory are there afterwards, and its values stay as they are."""
+    array = np.zeros(16 * PAGE, np.uint8)
+    array[start] = 3
+    address = array.ctypes.data + start
+    prefetch.populate(address, length)
+    first, last = -(-address // PAGE) * PAGE, (address + length) // PAGE * PAGE
+    assert all(syscalls.is_resident(page) for page in range(first, last, PAGE))
+    assert array[start] == 3
+    assert array.sum() == 3
+
+
+def test_a_kernel_that_cannot_populate(monkeypatch):
+    """An older kernel's refusal is none of the caller's business."""
+
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(prefetch, "madvise", refuse)
+    array = np.zeros(4 * PAGE, np.uint8)
+    prefetch.populate(array.ctypes.data, array.nbytes)
