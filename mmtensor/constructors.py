@@ -78,7 +78,7 @@ class Constructors:
         """
         tensor: Any = adoption.open_tensor(filename, dtype, shape, mode, offset, partial)
         if type(tensor) is Tensor:  # a table of shapes gives a jagged one
-            tensor.__class__ = cls  # as `as_kind` does
+            tensor = as_kind(cls, tensor)
         return tensor if index is None else tensor[index]  # type: ignore[no-any-return]  # any index
 
     @classmethod
