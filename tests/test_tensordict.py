@@ -743,6 +743,18 @@ def test_torch_save(tmp_path, td):
     assert not loaded.is_locked
 
 
+def test_torch_save_stores_views_compactly_and_what_is_shared_once(tmp_path):
+    """A checkpoint holds ten elements of a large tensor, and one memory of two leaves once."""
+    large = torch.arange(100_000)
+    td = TensorDict({"part": large[:10], "one": large, "two": large})
+    torch.save(td, tmp_path / "td.pt")
+    assert (tmp_path / "td.pt").stat().st_size < large.nbytes + 10_000
+    loaded = torch.load(tmp_path / "td.pt", weights_only=False)
+    assert tree(loaded) == tree(td)
+    assert loaded["part"].untyped_storage().nbytes() == 80
+    assert loaded["one"].data_ptr() == loaded["two"].data_ptr()
+
+
 def test_subclass(tmp_path):
     """A subclass stays one through views, copies and files."""
 
