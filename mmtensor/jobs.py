@@ -41,6 +41,9 @@ NOTHING, JOINED, RESULTS, FAILED, MISSING = range(5)
 _HELD = 2
 _held: OrderedDict[bytes, "Job"] = OrderedDict()
 _SEEDS = 1 << 63
+# Results that are written to `out` together: a call for each takes longer than its copy, and
+# more of them take memory that is not in the cache, nor in a forked process yet.
+_WRITTEN = 32
 
 
 class Task:
@@ -95,7 +98,7 @@ class Outcome(NamedTuple):
     kind
         `NOTHING`, `JOINED`, `RESULTS`, `FAILED` or `MISSING`.
     seconds
-        How long the function took, all chunks together.
+        How long all chunks together took.
     value
         The results, or the exception.
     chunk
@@ -169,7 +172,7 @@ class Job:
         away = os.getpid() != self.home
         seed = self.seed if away else None
         generator = torch.default_generator
-        cut, fn, source = self.cut, self.fn, self.source
+        cut, fn, source, out = self.cut, self.fn, self.source, self.out
         clock = time.perf_counter
         results: list[Any] = []
         number = first
@@ -186,8 +189,11 @@ class Job:
                     # Workers that were forked have all the same generator.
                     generator.manual_seed((seed + number) % _SEEDS)
                 results.append(fn(source[cut.index(number)]))
+                if out is not None and len(results) == _WRITTEN:
+                    cut.store(out, number + 1 - _WRITTEN, results)
+                    results.clear()
                 now = clock()
-            outcome = self._outcome(first, results, now - began)
+            outcome = self._outcome(last, results, now - began)
             value = self._pack(outcome.value) if away else outcome.value
             return outcome._replace(value=value, last=last)
         except Misfit as error:
@@ -214,11 +220,12 @@ class Job:
             return _Packed(self.source._make({"": value}, torch.Size()))
         return value
 
-    def _outcome(self, first: int, results: list[Any], seconds: float) -> Outcome:
-        nones = sum(result is None for result in results)
+    def _outcome(self, last: int, results: list[Any], seconds: float) -> Outcome:
+        """Write or join the results of the chunks before `last`."""
         if self.out is not None:
-            self.cut.store(self.out, first, results)
+            self.cut.store(self.out, last - len(results), results)
             return Outcome(NOTHING, seconds)
+        nones = sum(result is None for result in results)
         if nones == len(results):
             return Outcome(NOTHING, seconds)
         if self.joins and not nones:

@@ -32,14 +32,17 @@ class _Map(Comparison):
     """1,000 elements of 4 KB in a memory-mapped container, one call for each."""
 
     function: ClassVar[Callable[[Any], Any]]
-    writes: ClassVar[bool] = False
+    out: ClassVar[str] = ""
     running: ClassVar[bool] = False
 
     def containers(self, kind: Any) -> tuple[Any, Any]:
         """Return what is mapped over, and what results are written to."""
         leaves = {"x": values(_COUNT, _FLOATS)}
         source = kind(leaves, [_COUNT]).memmap(self.new_path())
-        return source, kind(leaves, [_COUNT]).memmap(self.new_path()) if self.writes else None
+        out = None
+        if self.out:
+            out = kind({"x": values(_COUNT, _FLOATS).clone()}, [_COUNT])
+        return source, out.memmap(self.new_path()) if self.out == "mapped" else out
 
     def mmtensor(self) -> Callable[[], Any]:
         """With processes of its own, or an executor."""
@@ -91,12 +94,20 @@ class Returning(_Map):
     function = _add_one
 
 
+class Filling(_Map):
+    """Results come back, and are written to a container in regular memory."""
+
+    title = "`map`, 1,000 elements of 4 KB, into `out` in memory"
+    function = _add_one
+    out = "regular"
+
+
 class Writing(_Map):
-    """Results are written to a memory-mapped container."""
+    """Workers write results to a memory-mapped container; for tensordict less work as well."""
 
     title = "`map`, 1,000 elements of 4 KB, into memory-mapped `out`"
     function = _add_one
-    writes = True
+    out = "mapped"
 
 
 class Nothing(_Map):
@@ -110,6 +121,13 @@ class ReturningRunning(Returning):
     """The same, with processes that are there."""
 
     title = "`map` with a running executor, results"
+    running = True
+
+
+class FillingRunning(Filling):
+    """The same, with processes that are there."""
+
+    title = "`map` with a running executor, into `out` in memory"
     running = True
 
 
