@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,6 +105,7 @@ class Creation(Comparison):
     """Tiny shared memory."""
 
     title = "`empty` of 60 floats, anonymous"
+    source: ClassVar[np.ndarray | None] = None
     limit_is = "open without a name, pwrite, mmap, close, munmap"
 
     def mmtensor(self) -> Callable[[], Any]:
@@ -113,6 +115,21 @@ class Creation(Comparison):
     def tensordict(self) -> Callable[[], Any]:
         """`empty`."""
         return lambda: TDT.empty(_SMALL)
+
+    def numpy(self) -> Callable[[], Any]:
+        """An array in `multiprocessing.shared_memory`, which must be removed by hand."""
+        source = self.source
+
+        def create() -> None:
+            block = SharedMemory(create=True, size=_SMALL_NBYTES)
+            array = np.ndarray(_SMALL, np.float32, block.buf)
+            if source is not None:
+                array[:] = source
+            del array
+            block.close()
+            block.unlink()
+
+        return create
 
     def torch(self) -> Callable[[], Any]:
         """`share_memory_`."""
@@ -134,6 +151,7 @@ class CreationFromTensor(Creation):
     """Tiny shared memory, filled."""
 
     title = "`from_tensor` of 60 floats, anonymous"
+    source = values(*_SMALL).numpy()
 
     def mmtensor(self) -> Callable[[], Any]:
         """`from_tensor`."""

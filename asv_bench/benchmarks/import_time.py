@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 _STATEMENTS = {
     "mmtensor": "import mmtensor",
     "tensordict": "import tensordict",
+    "mmap_ninja": "import mmap_ninja",
+    "safetensors": "import safetensors.torch",
     "numpy": "import numpy",
     "torch": "import torch",
     "limit": "import numpy, ml_dtypes",

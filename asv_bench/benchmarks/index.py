@@ -5,36 +5,50 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import mmap_ninja
 import numpy as np
 import torch
 
 from .common import MMT, TDT, Comparison, Expression, values
+from .peers import open_slice, write_ninja, write_safetensors
 
 _ROW, _BATCH = 12_288, 256
 
 
-class Row(Expression):
+class _View(Expression):
+    """A part of a matrix: a view, a copy from safetensors."""
+
+    shape = (100, 100)
+
+    def mmap_ninja(self) -> Callable[[], Any]:
+        """On a map of NumPy, as `open_existing` returns it."""
+        path = write_ninja(self.new_path(), values(*self.shape))
+        return self.bind(mmap_ninja.np_open_existing(path, "r+"), self.numpy_code)
+
+    def safetensors(self) -> Callable[[], Any]:
+        """On what `get_slice` returns."""
+        return self.bind(open_slice(write_safetensors(self.new_path(), values(*self.shape))))
+
+
+class Row(_View):
     """One row: a view."""
 
     title = "`x[3]`"
     code = numpy_code = "x[3]"
-    shape = (100, 100)
 
 
-class Slice(Expression):
+class Slice(_View):
     """Some rows: a view."""
 
     title = "`x[2:5]`"
     code = numpy_code = "x[2:5]"
-    shape = (100, 100)
 
 
-class Column(Expression):
+class Column(_View):
     """One column: a view."""
 
     title = "`x[:, 1]`"
     code = numpy_code = "x[:, 1]"
-    shape = (100, 100)
 
 
 class Unbind(Expression):
@@ -78,6 +92,11 @@ class _Rows(Comparison):
         path = self.new_path()
         self.rows().numpy().tofile(path)
         return self.use(np.memmap(path, np.uint8, "r+", shape=(self.count, _ROW)), arrays=True)
+
+    def mmap_ninja(self) -> Callable[[], Any]:
+        """On a map of NumPy, as `open_existing` returns it."""
+        path = write_ninja(self.new_path(), self.rows())
+        return self.use(mmap_ninja.np_open_existing(path, "r+"), arrays=True)
 
     def torch(self) -> Callable[[], Any]:
         """On a regular tensor."""

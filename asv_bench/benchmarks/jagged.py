@@ -12,8 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 from mmap_ninja.ragged import RaggedMmap
+from safetensors import safe_open
 
 from mmtensor import JaggedTensor, JaggedWriter
 
@@ -35,6 +37,11 @@ class Images(NamedTuple):
     def nbytes(self) -> int:
         """Return the bytes of all."""
         return self.offsets[-1]
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return them as safetensors wants them: a tensor for each name."""
+        return {str(number): element for number, element in enumerate(self.elements)}
 
     @property
     def values(self) -> torch.Tensor:
@@ -93,6 +100,12 @@ class _Stored(Comparison):
         TDT.from_tensor(nested(images().elements), filename=path)
         return path
 
+    def named_path(self) -> str:
+        """Write the file of safetensors."""
+        path = self.new_path()
+        safetensors.torch.save_file(images().named, path)
+        return path
+
 
 def _files(directory: str) -> list[str]:
     return [os.path.join(root, name) for root, _, names in os.walk(directory) for name in names]
@@ -121,6 +134,11 @@ class Element(_Stored):
         """A nested tensor."""
         shapes = torch.tensor(images().shapes)
         return self.use(TDT.from_filename(self.nested_path(), torch.uint8, shapes))
+
+    def safetensors(self) -> Callable[[], Any]:
+        """A tensor by its name, copied."""
+        ids, file = itertools.cycle(_ids(_COUNT)), safe_open(self.named_path(), "pt")
+        return lambda: file.get_tensor(str(next(ids)))
 
     def limit(self) -> Callable[[], Any]:
         """Nothing checked, nothing kept."""
@@ -186,6 +204,11 @@ class Open(_Stored):
         path, shapes = self.nested_path(), torch.tensor(images().shapes)
         return lambda: TDT.from_filename(path, torch.uint8, shapes)
 
+    def safetensors(self) -> Callable[[], Any]:
+        """`safe_open`."""
+        path = self.named_path()
+        return lambda: safe_open(path, "pt")
+
 
 class OpenMany(Open):
     """A thousand times as many elements."""
@@ -202,7 +225,7 @@ class OpenMany(Open):
         return lambda: JaggedTensor.from_filename(path, torch.uint8, mode="r+")
 
     limit = Open.mmtensor
-    mmap_ninja = tensordict = None  # type: ignore[assignment]  # not measured
+    mmap_ninja = safetensors = tensordict = None  # type: ignore[assignment]  # not measured
 
 
 class _Building(FreshFile):
@@ -241,6 +264,10 @@ class Build(_Building):
         """A nested tensor of the list, which is then written."""
         elements = images().elements
         return lambda path: TDT.from_tensor(nested(elements), filename=path)
+
+    def safetensors(self) -> Callable[[str], Any]:
+        """`save_file`."""
+        return functools.partial(safetensors.torch.save_file, images().named)
 
     def limit(self) -> Callable[[str], Any]:
         """The system calls, 1024 arrays (IOV_MAX) at a time."""
@@ -361,6 +388,10 @@ class Pickle(_Stored):
         """A `JaggedTensor`."""
         self.j = self.jagged()
         return lambda: pickle.dumps(self.j)
+
+    def mmap_ninja(self) -> Callable[[], Any]:
+        """A `RaggedMmap`, with all its offsets."""
+        return functools.partial(pickle.dumps, RaggedMmap(self.ninja_path()))
 
     def track_bytes(self, library: str) -> int:
         """Count the bytes."""

@@ -4,12 +4,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import mmap_ninja
 import numpy as np
 import torch
+from safetensors import safe_open
 
 import mmtensor
 
 from .common import MMT, TDT, Comparison, values
+from .peers import write_ninja, write_safetensors
 from .system import map_and_unmap
 
 _SHAPE = (1000, 100)
@@ -24,6 +27,11 @@ class _Open(Comparison):
         path = self.new_path()
         values(*_SHAPE).numpy().tofile(path)
         return path
+
+    def ninja(self, mode: str) -> Callable[[], Any]:
+        """Return `open_existing` of mmap_ninja, which reads dtype and shape from files as well."""
+        path = write_ninja(self.new_path(), values(*_SHAPE))
+        return lambda: mmap_ninja.np_open_existing(path, mode)
 
 
 class Open(_Open):
@@ -45,6 +53,10 @@ class Open(_Open):
         """`numpy.memmap`."""
         path = self.path()
         return lambda: np.memmap(path, np.float32, "r+", shape=_SHAPE)
+
+    def mmap_ninja(self) -> Callable[[], Any]:
+        """`open_existing`."""
+        return self.ninja("r+")
 
     def torch(self) -> Callable[[], Any]:
         """`torch.from_file`."""
@@ -81,6 +93,15 @@ class OpenReadOnly(_Open):
         path, mode = self.path(), self.mode
         return lambda: np.memmap(path, np.float32, mode, shape=_SHAPE)
 
+    def mmap_ninja(self) -> Callable[[], Any]:
+        """`open_existing`."""
+        return self.ninja(self.mode)
+
+    def safetensors(self) -> Callable[[], Any]:
+        """`safe_open`, which reads dtype and shape from the file as well."""
+        path = write_safetensors(self.new_path(), values(*_SHAPE))
+        return lambda: safe_open(path, "pt")
+
     limit = Open.limit
 
 
@@ -89,6 +110,7 @@ class OpenCopyOnWrite(OpenReadOnly):
 
     title = "open a file, `c`"
     mode = "c"
+    safetensors = None  # type: ignore[assignment]  # it has no modes
 
     def torch(self) -> Callable[[], Any]:
         """`torch.from_file` with ``shared=False``."""
@@ -109,4 +131,5 @@ class OpenArray(_Open):
         return lambda: mmtensor.open_array(path, np.float32, _SHAPE, mode="r+")
 
     numpy = Open.numpy
+    mmap_ninja = Open.mmap_ninja
     limit = Open.limit

@@ -4,6 +4,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensordict
 import torch
 
@@ -66,6 +67,12 @@ class QueueFile(Comparison):
         """With tensordict."""
         return self.use(TDT.from_tensor(values(*_SHAPE), filename=self.new_path()))
 
+    def numpy(self) -> Callable[[], Any]:
+        """With a map of NumPy, whose 40 KB are copied."""
+        path = self.new_path()
+        values(*_SHAPE).numpy().tofile(path)
+        return self.use(np.memmap(path, np.float32, "r+", shape=_SHAPE))
+
     def torch(self) -> Callable[[], Any]:
         """With a tensor in shared memory, which torch sends as a descriptor."""
         return self.use(values(*_SHAPE).clone().share_memory_())
@@ -81,6 +88,7 @@ class QueueAnonymous(QueueFile):
     """The same tensor in anonymous memory, again and again."""
 
     title = "round trip through `SimpleQueue`, anonymous"
+    numpy = None  # type: ignore[assignment]  # it has no such memory
 
     def mmtensor(self) -> Callable[[], Any]:
         """With mmtensor."""
@@ -125,6 +133,7 @@ class QueueNewFile(FreshFile):
 class QueueTensorDict(QueueFile):
     """A container in shared memory, again and again."""
 
+    numpy = None  # type: ignore[assignment]  # it has no containers
     title = "round trip through `SimpleQueue`, shared TensorDict of 100 leaves"
 
     def shared(self, kind: Any) -> Callable[[], Any]:

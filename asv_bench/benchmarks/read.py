@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import mmap_ninja
 import numpy as np
 import torch
 
 from .common import MMT, TDT, FreshFile, values
+from .peers import open_whole, write_ninja, write_safetensors
 
 _COUNT = 1 << 26
 
@@ -31,6 +33,11 @@ class SumNewFile(FreshFile):
         elif library == "numpy":
             source.numpy().tofile(path)
             x = torch.from_numpy(np.memmap(path, np.float32, "r+"))
+        elif library == "mmap_ninja":
+            write_ninja(path, source)
+            x = torch.from_numpy(mmap_ninja.np_open_existing(path, "r+"))
+        elif library == "safetensors":
+            x = open_whole(write_safetensors(path, source))
         elif library == "torch":
             torch.from_file(path, shared=True, size=_COUNT).copy_(source)
             x = torch.from_file(path, shared=True, size=_COUNT)
@@ -47,4 +54,4 @@ class SumNewFile(FreshFile):
         """Return what is timed."""
         return lambda argument: argument[0].sum()
 
-    mmtensor = tensordict = numpy = torch = limit = use
+    mmtensor = tensordict = mmap_ninja = safetensors = numpy = torch = limit = use

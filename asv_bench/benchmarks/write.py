@@ -4,10 +4,12 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import mmap_ninja
 import numpy as np
 import torch
 
 from .common import MMT, TDT, FreshFile, values
+from .peers import open_whole, write_safetensors
 from .system import CREATE
 
 
@@ -34,6 +36,16 @@ class _FromTensor(FreshFile):
             return np.memmap(path, np.float32, "r+")
 
         return write
+
+    def mmap_ninja(self) -> Callable[[str], Any]:
+        """`from_ndarray`, which makes a directory of four files, and maps one."""
+        source = values(self.count).numpy()
+        return lambda path: mmap_ninja.np_from_ndarray(path, source)
+
+    def safetensors(self) -> Callable[[str], Any]:
+        """`save_file`, then `safe_open` and `get_tensor`."""
+        source = values(self.count)
+        return lambda path: open_whole(write_safetensors(path, source))
 
     def torch(self) -> Callable[[str], Any]:
         """`torch.from_file`, which creates the file, then `copy_`."""
