@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     verdict = f"{len(failed)} missed: {'; '.join(failed)}." if failed else "All bounds hold."
     text = "\n\n".join(
         (
-            f"{machine()}; medians of {rounds} rounds.",
+            f"{machine()}; medians of {rounds} rounds (leaves and workers: {min(rounds, 5)}).",
             "\n".join((HEADER, *table)),
             verdict,
             *(["Curves that end early:"] if ended else []),

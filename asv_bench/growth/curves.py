@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -232,7 +233,8 @@ def _cases(operation: Operation, sizes: list[int]) -> tuple[list[_Case], dict[st
             try:
                 case = _prepare(operation, library, size)
             except (NotImplementedError, OSError, RuntimeError, MemoryError) as error:
-                ends[library] = str(error) or type(error).__name__
+                # The path is another one each time.
+                ends[library] = re.sub(r"<\S*>", "…", str(error)) or type(error).__name__
                 break
             cases.append(case)
             seconds = seconds_of_call(case.benchmark, library, case.number)

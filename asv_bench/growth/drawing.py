@@ -1,5 +1,6 @@
 """Figures as PNG."""
 
+import io
 import itertools
 import pathlib
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.ticker import (
     NullFormatter,
     NullLocator,
 )
+from PIL import Image
 
 from asv_bench.growth.curves import Curve, Figure, Panel, show_bytes
 
@@ -197,5 +199,8 @@ def draw(figure: Figure, path: pathlib.Path) -> None:
     drawing.draw_without_rendering()  # where the ends of the curves are is known from here on
     for axes, panel in zip(grid.flat, figure.panels, strict=True):
         _number_the_ends(axes, panel, styles)
-    drawing.savefig(path, dpi=90)
+    buffer = io.BytesIO()
+    drawing.savefig(buffer, dpi=90)
     plt.close(drawing)
+    with Image.open(buffer) as image:  # few colours are enough, at half the size
+        image.convert("RGB").quantize(64).save(path, optimize=True)
