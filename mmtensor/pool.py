@@ -21,6 +21,7 @@ import torch
 
 from mmtensor.channel import receive, send
 from mmtensor.jobs import FAILED, Job, Outcome, Task, WorkerLost, portable
+from mmtensor.tensor import MemoryMappedTensor
 
 __all__ = ["Pool"]
 
@@ -73,7 +74,7 @@ class Pool:
         self._idle: list[Any] = []
         self._busy: dict[Any, Task] = {}
         # Which chunk each worker is at, in memory that outlives it.
-        self._at = [context.RawArray("q", 1) for _ in range(workers)]
+        self._at = MemoryMappedTensor.zeros(workers, dtype=torch.int64)
         self._dismissed = False
         # In time for the end of the interpreter, which waits for processes.
         self._finalizer = util.Finalize(
@@ -84,7 +85,7 @@ class Pool:
         """Start a worker; return the pipe to it."""
         with _starting:
             near, far = self._context.Pipe()
-            at = self._at[len(self._pipes)]
+            at = self._at[len(self._pipes) :]
             self._pipes.append(near)
             try:
                 process = self._context.Process(
@@ -138,7 +139,7 @@ class Pool:
         if code is not None and code < 0:
             how = f"was killed by signal {-code}"
         task = self._busy.get(self._pipes[at])
-        chunk = self._at[at][0]
+        chunk = int(self._at[at])
         known = task is not None and task.first <= chunk < task.last
         return WorkerLost(f"worker process {process.pid} {how}", task, chunk if known else None)
 
@@ -176,7 +177,7 @@ def _kill(processes: list[Any], pipes: list[Any]) -> None:
         process.close()
 
 
-def _worker(pipe: Any, others: list[Any], job: Job, at: Any) -> None:
+def _worker(pipe: Any, others: list[Any], job: Job, at: MemoryMappedTensor) -> None:
     """Do what comes through a pipe, until that is nothing."""
     for other in others:
         other.close()
@@ -193,6 +194,7 @@ def _worker(pipe: Any, others: list[Any], job: Job, at: Any) -> None:
     # what they have started gets the signal as usual, which it would not if it was ignored.
     signal(SIGINT, _leave_it)
     _end_with_parent()
+    place = at.numpy()
     while True:
         try:
             message = pipe.recv_bytes()
@@ -201,7 +203,7 @@ def _worker(pipe: Any, others: list[Any], job: Job, at: Any) -> None:
         if not message:
             return
         first, last, seconds = _TASK.unpack(message)
-        outcome = job.run(first, last, seconds, at)
+        outcome = job.run(first, last, seconds, place)
         try:
             send(pipe, outcome)
         except BrokenPipeError:
