@@ -135,6 +135,8 @@ def name_of(key: str, kind: str) -> str:
     kind
         As in `Entry`.
     """
+    if len(key) < 200 and key.isidentifier() and key.isascii():  # the usual case
+        return key if kind in _DIRECTORIES else key + SUFFIX
     name = _encoded(key)
     try:
         length = len(name) if name.isascii() else len(name.encode())

@@ -41,7 +41,7 @@ from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
 __all__ = ["save", "sync_directories"]
 
 
-# NumPy shares the memory of these with torch; none of them can be conjugated or negated.
+# NumPy shares the memory of these with torch. None of them can be conjugated.
 _PLAIN = frozenset(
     (
         torch.float32,
@@ -200,8 +200,8 @@ def _write_leaf(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
 
 
 def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
-    value = leaf.value
-    shape = leaf.entry.shape
+    _, value, entry, place, _ = leaf
+    shape = entry.shape
     dtype: torch.dtype = value.dtype
     if value.requires_grad:
         value = value.detach()
@@ -209,11 +209,17 @@ def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
     chunks: Iterable[Any] | None
     if like:
         chunks = None
-    elif type(value) is Tensor and dtype in _PLAIN and value.is_cpu and value.is_contiguous():
+    elif (
+        type(value) is Tensor
+        and dtype in _PLAIN
+        and value.is_cpu
+        and value.is_contiguous()
+        and not value.is_neg()
+    ):
         chunks = (Tensor.numpy(value),)  # at a third of the price of `chunks_of`
     else:
         chunks = chunks_of(value)
-    mapping = _new_file(leaf.entry.file, leaf.place, root, path, chunks, nbytes)
+    mapping = _new_file(entry.file, place, root, path, chunks, nbytes)
     return mapping, dtype, shape
 
 

@@ -123,6 +123,7 @@ SHAPES = {
     "steps": lambda: torch.arange(9.0)[::2],
     "conjugated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
     "negative": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "negative element": lambda: torch.tensor([1 + 2j]).conj().imag,
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
     "with gradient": lambda: torch.ones(2, requires_grad=True) * 2,
     "memory-mapped": lambda: MemoryMappedTensor.from_tensor(torch.arange(4.0))[1:],
