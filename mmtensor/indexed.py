@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from mmtensor.indexing import rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
+from mmtensor.prefetch import FEW_ROWS, read_ahead
 from mmtensor.storage import refuse_write
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.tree import Tree, index_leaf
@@ -116,9 +118,12 @@ def _advanced(tree: Tree, index: Any, ids: Tensor | None) -> Any:
 def _gathered(tree: Tree, index: Any, ids: Tensor | None, size: torch.Size, dims: int) -> Any:
     leaves: dict[str, Any] = {}
     quick = ids if ids is not None and ids.dim() == 1 else None
+    many = quick is not None and quick.numel() >= FEW_ROWS and not is_compiling()
     for key, leaf in tree._all().items():
         kind = type(leaf)
         if quick is not None and (kind is MemoryMappedTensor or (kind is Tensor and leaf.is_cpu)):
+            if many:
+                read_ahead(leaf, quick)
             try:
                 leaves[key] = _index_select(leaf, 0, quick)
                 continue

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmtensor.pages
-from mmtensor import MemoryMappedTensor, prefetch, syscalls
+from mmtensor import MemoryMappedTensor, TensorDict, prefetch, syscalls
 from mmtensor.syscalls import PAGE
 
 
@@ -186,6 +186,19 @@ class TestReadAhead:
         out = torch.empty(32, 4096)
         assert torch.equal(x.take(ids, out=out), values[ids])
         assert asked == expected * 2
+
+    @pytest.mark.usefixtures("cold")
+    def test_cold_batch_of_a_container(self, rows, asked):
+        """A container asks for the rows of each leaf, and so does a loader's batch."""
+        x, values = rows
+        td = TensorDict({"x": x, "n": {"y": x[:, :2048]}}, [64])
+        ids = torch.arange(0, 64, 2)
+        starts = [x.data_ptr() + i * 16384 for i in range(0, 64, 2)]
+        assert torch.equal(td[ids]["n", "y"], values[ids, :2048])
+        assert asked == [(s, s + 16384) for s in starts] + [(s, s + 8192) for s in starts]
+        asked.clear()
+        assert torch.equal(td.__getitems__(ids.tolist())["x"], values[ids])
+        assert len(asked) == 64
 
     @pytest.mark.usefixtures("cold")
     def test_negative_numbers(self, rows, asked):
