@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("asv_bench", reason="not in the source distribution")
 
-from asv_bench import offline  # noqa: E402
-from asv_bench.growth.curves import (  # noqa: E402
+from asv_bench import offline
+from asv_bench.growth.curves import (
     FLAT,
     KEPT,
     LINEAR,
@@ -16,7 +16,7 @@ from asv_bench.growth.curves import (  # noqa: E402
     Settings,
     show_bytes,
 )
-from asv_bench.growth.report import ends, missed, rows, write  # noqa: E402
+from asv_bench.growth.report import ends, missed, rows, write
 
 
 def test_flat_compares_the_slowest_point_with_the_fastest():
