@@ -113,6 +113,7 @@ TARGETS: dict[str, Target] = {
     "dataloader.Loader": Target(tensordict=4),
     "dataloader.LoaderTwoWorkers": Target(tensordict=1.3),
     "cold.Gather": Target(tensordict=5, torch=5),
+    "cold.GatherContainer": Target(tensordict=5),
     "import_time.Import": Target(more_than_numpy=0.15),
 }
 
