@@ -51,10 +51,8 @@ class PickleView(_Views):
         self.view = view = x[3]
         return lambda: pickle.loads(pickle.dumps(view))  # noqa: S301
 
-    def track_bytes(self, library: str) -> int:
-        """Count the bytes of the pickled view, its path left out."""
-        if library not in ("mmtensor", "tensordict"):
-            raise NotImplementedError
+    def track_bytes(self, library: str) -> int:  # noqa: ARG002  # asv passes the parameters
+        """Count the bytes of the pickled view."""
         return len(pickle.dumps(self.view))
 
 
