@@ -1,8 +1,8 @@
 """10,000 images of 3 x 32..96 x 32..96 bytes, about 123 MB, in memory and in a raw file."""
 
 import functools
-import os
 import pathlib
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -81,7 +81,9 @@ def _source(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def let_children_import() -> None:
     """Let processes that joblib starts from now on import this file.
 
-    They unpickle `Source`, whose module asv imports from a place that is not on their path.
+    They get the path of this process and unpickle `Source`, whose module asv imports from a
+    place that is not on the path.
     """
-    parents = pathlib.Path(__file__).resolve().parents
-    os.environ["PYTHONPATH"] = str(parents[__name__.count(".")])
+    place = str(pathlib.Path(__file__).resolve().parents[__name__.count(".")])
+    if place not in sys.path:
+        sys.path.append(place)
