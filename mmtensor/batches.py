@@ -14,7 +14,7 @@ from mmtensor.indexing import carried
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
 from mmtensor.mapping import FileMapping, Mapping
-from mmtensor.prefetch import are_absent, populate, will_need_ranges, will_need_rows
+from mmtensor.prefetch import LARGE, are_absent, populate, will_need_ranges, will_need_rows
 from mmtensor.tree import Tree
 
 __all__ = ["Batches"]
@@ -23,8 +23,6 @@ __all__ = ["Batches"]
 # look takes 0.8 us, and a batch of 3 MB 300 us.
 _SAMPLES = 4
 _LEAVES = 4
-# Buffers of so many bytes get their memory from the kernel at once.
-_LARGE = 1 << 20
 
 _index_select = torch.index_select
 _narrow = torch.narrow
@@ -177,7 +175,7 @@ class _Gatherer:
             if entry.words is not None:
                 shape = (self.batch_size, *entry.leaf.shape[1:])
                 buffer = torch.empty(shape, dtype=entry.leaf.dtype, device="cpu")
-                if buffer.nbytes >= _LARGE:
+                if buffer.nbytes >= LARGE:
                     populate(buffer.data_ptr(), buffer.nbytes)
                 slot.append((buffer, carried(buffer)))
         return slot

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from mmtensor.indexing import rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
-from mmtensor.prefetch import FEW_ROWS, read_ahead
+from mmtensor.prefetch import FEW_ROWS, new_rows, read_ahead
 from mmtensor.storage import refuse_write
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.tree import Tree, index_leaf
@@ -122,10 +122,15 @@ def _gathered(tree: Tree, index: Any, ids: Tensor | None, size: torch.Size, dims
     for key, leaf in tree._all().items():
         kind = type(leaf)
         if quick is not None and (kind is MemoryMappedTensor or (kind is Tensor and leaf.is_cpu)):
-            if many:
+            out = None
+            if many and kind is MemoryMappedTensor:
                 read_ahead(leaf, quick)
+                out = new_rows(leaf, quick.numel())
             try:
-                leaves[key] = _index_select(leaf, 0, quick)
+                if out is None:
+                    leaves[key] = _index_select(leaf, 0, quick)
+                else:
+                    leaves[key] = _index_select(leaf, 0, quick, out=out)
                 continue
             except (IndexError, RuntimeError):
                 pass  # negative numbers, or a dtype that it does not know

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtensor.prefetch import FEW_ROWS, read_ahead
+from mmtensor.prefetch import FEW_ROWS, new_rows, read_ahead
 from mmtensor.storage import mapping_of
 
 __all__ = ["carried", "gather", "rows", "scatter", "select"]
@@ -83,16 +83,18 @@ def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0:
         return _getitem(tensor, index)
     flat = ids.reshape(-1)
+    out = None
     if flat.numel() >= FEW_ROWS:
         read_ahead(tensor, flat)
+        out = new_rows(tensor, flat.numel())
     try:
-        result = select(tensor, flat)
+        result = select(tensor, flat, out)
     except (IndexError, RuntimeError):  # the latter where rows are empty
         # Negative or out of range: index_select knows neither.
         count = len(tensor)
         if not bool(((flat >= -count) & (flat < count)).all()):
             return _getitem(tensor, index)  # torch's own error
-        result = select(tensor, torch.where(flat < 0, flat + count, flat))
+        result = select(tensor, torch.where(flat < 0, flat + count, flat), out)
     return result if ids.dim() == 1 else result.view(*ids.shape, *tensor.shape[1:])
 
 

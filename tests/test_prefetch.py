@@ -269,3 +269,20 @@ def test_a_kernel_that_cannot_populate(monkeypatch):
     monkeypatch.setattr(prefetch, "madvise", refuse)
     array = np.zeros(4 * PAGE, np.uint8)
     prefetch.populate(array.ctypes.data, array.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("there", [True, False])
+def test_large_batch(monkeypatch, path, dtype, there):
+    """A batch of megabytes holds the rows that were asked for, on memory old or new."""
+    monkeypatch.setattr(prefetch, "is_resident", lambda _: there)
+    values = torch.arange(64 << 16).view(64, -1).remainder(100).to(dtype)
+    x = MemoryMappedTensor.from_tensor(values, filename=path)
+    ids = torch.arange(-32, 32)
+    expected = values.view(torch.uint8)[ids]
+    assert type(x[ids]) is torch.Tensor
+    assert torch.equal(x[ids].view(torch.uint8), expected)
+    assert torch.equal(TensorDict({"x": x}, [64])[ids]["x"].view(torch.uint8), expected)
+    assert torch.equal(x[ids.view(4, 16)].view(torch.uint8), expected.view(4, 16, -1))
+    with pytest.raises(IndexError):
+        x[ids + 64]
