@@ -4,11 +4,7 @@ The file is larger than what any read-ahead would bring in by chance. Before eac
 pages are dropped and it is opened again: pages that a map holds would stay.
 """
 
-import atexit
-import functools
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +14,16 @@ import torch
 
 import mmtensor
 
-from .common import MMT, TDT, FreshFile
+from .common import MMT, TDT, FreshFile, new_directory
 
 _COUNT, _ROW, _BATCH = 100_000, 12_288, 256
 
 
-@functools.cache
 def _file() -> str:
-    """Write a file of 1.2 GB to the disk, once in a process."""
-    directory = tempfile.mkdtemp(prefix="mmtensor-cold-")
-    atexit.register(shutil.rmtree, directory)
-    path = os.path.join(directory, "rows.bin")
+    """Return the path of a file of 1.2 GB on the disk, the same for all of these benchmarks."""
+    path = os.path.join(new_directory(_Cold), "rows.bin")
+    if os.path.exists(path):
+        return path
     block = np.random.default_rng(0).bytes(_COUNT * _ROW // 100)
     with open(path, "wb") as file:
         file.writelines(block for _ in range(100))

@@ -4,14 +4,12 @@ That contains the import of what is used, for all libraries. Where Python may no
 (``PYTHONDONTWRITEBYTECODE``), an import compiles what it imports, which takes three times as long.
 """
 
-import functools
 import os
-import tempfile
 from typing import Any, ClassVar
 
 import mmtensor
 
-from .common import values
+from .common import Files, new_directory, remove_files, values
 
 _BEFORE = """
 import numpy, torch
@@ -26,12 +24,12 @@ directory = {!r}
 """
 
 
-@functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    """Make files to open, once in a process; they go with it."""
-    directory = tempfile.TemporaryDirectory(prefix="mmtensor-first-")
-    values(100, 100).numpy().tofile(os.path.join(directory.name, "x.bin"))
-    mmtensor.TensorDict({"x": values(100, 100)}, [100]).memmap(f"{directory.name}/td")
+def _directory() -> str:
+    """Return a directory with files to open."""
+    directory = new_directory(_First)
+    if not os.path.exists(f"{directory}/td"):
+        values(100, 100).numpy().tofile(f"{directory}/x.bin")
+        mmtensor.TensorDict({"x": values(100, 100)}, [100]).memmap(f"{directory}/td")
     return directory
 
 
@@ -44,9 +42,14 @@ class _First:
     param_names: ClassVar[list[str]] = ["library"]
     code: ClassVar[dict[str, str]]
 
+    def teardown(self, library: str) -> None:  # noqa: ARG002  # asv passes the parameters
+        """Remove the files."""
+        if not Files.keep:
+            remove_files()
+
     def timeraw_first(self, library: str) -> tuple[str, str]:
         """Return the code that is timed, and what comes before it."""
-        setup = _BEFORE.format(_directory().name)
+        setup = _BEFORE.format(_directory())
         if library == "limit":
             code = self.code["mmtensor"]
             return code, setup + code
