@@ -85,6 +85,7 @@ def _number_the_ends(axes: Any, panel: Panel, styles: dict[str, Any]) -> None:
             fontsize=8,
             color=styles[curve.library][0],
             fontweight="bold" if curve is panel.curves[0] else None,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )
 
 
@@ -202,5 +203,5 @@ def draw(figure: Figure, path: pathlib.Path) -> None:
     buffer = io.BytesIO()
     drawing.savefig(buffer, dpi=90)
     plt.close(drawing)
-    with Image.open(buffer) as image:  # few colours are enough, at half the size
-        image.convert("RGB").quantize(64).save(path, optimize=True)
+    with Image.open(buffer) as image:  # 256 colours are enough, at half the size
+        image.convert("RGB").quantize(256).save(path, optimize=True)
