@@ -1,8 +1,9 @@
-"""Compare mmtensor with its peers and with the limits of the machine, in one process.
+"""Compare mmtensor with its peers and with the limits of the machine, in the same process.
 
 Peers take turns, round after round, so that whatever else the machine does hits all of
-them; ratios are taken within a round, and the table shows medians. The exit status is 1 if
-a target of `asv_bench.targets` is missed. Usage::
+them; ratios are taken within a round, and the table shows medians. Each file of benchmarks
+has a process of its own: what one leaves in memory would slow the forks of the next. The
+exit status is 1 if a target of `asv_bench.targets` is missed. Usage::
 
     python -m asv_bench.compare [--only PATTERN] [--rounds 9] [--write] [--png FILE]
 
@@ -16,6 +17,8 @@ import gc
 import importlib
 import importlib.metadata
 import inspect
+import itertools
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -23,6 +26,8 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from asv_bench.benchmarks import common
@@ -153,6 +158,23 @@ def measure(name: str, kind: type, rounds: int) -> Outcome:
             if hasattr(benchmark, "teardown"):
                 benchmark.teardown(library)
     return Outcome(name, kind, times, nbytes)
+
+
+def _measure_all(pattern: str, rounds: int) -> Iterator[Outcome]:
+    """Measure what a pattern selects, file after file, each in a new process."""
+    found = _benchmarks(pattern)
+    context = multiprocessing.get_context("spawn")
+    try:
+        root = common.root()
+        for _, chosen in itertools.groupby(found, key=lambda item: item[0].partition(".")[0]):
+            # An executor, since its processes may have children.
+            with ProcessPoolExecutor(
+                1, mp_context=context, initializer=common.use_root, initargs=(root,)
+            ) as process:
+                for name, kind in chosen:
+                    yield process.submit(measure, name, kind, rounds).result()
+    finally:
+        common.remove_files()
 
 
 def judge(outcome: Outcome, target: Target) -> list[tuple[str, bool]]:
@@ -310,18 +332,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--write needs the whole table and at least {_RECORD} rounds")
     print(machine(), _HEADER, sep="\n\n", flush=True)
     outcomes, rows, missed = [], [], []
-    common.Files.keep = True
-    try:
-        for name, kind in _benchmarks(options.only):
-            outcome = measure(name, kind, options.rounds)
-            text, held = row(outcome)
-            print(text, flush=True)
-            outcomes.append(outcome)
-            rows.append(text)
-            if not held:
-                missed.append(name)
-    finally:
-        common.remove_files()
+    for outcome in _measure_all(options.only, options.rounds):
+        text, held = row(outcome)
+        print(text, flush=True)
+        outcomes.append(outcome)
+        rows.append(text)
+        if not held:
+            missed.append(outcome.name)
     verdicts = []
     for group in GROUPS:
         # What is said of all can be judged by all only.

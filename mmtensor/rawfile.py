@@ -316,7 +316,7 @@ class NewFile:
         self._existsok = existsok
         self._permissions: int | None = None
         self._temporary: str | None = None
-        if existsok or nbytes > _SMALL:
+        if existsok or nbytes > CHUNK:
             self._check_target()
         directory = path.rpartition(os.sep)[0] or os.sep
         if _TMPFILE:

@@ -29,6 +29,8 @@ __all__ = [
     "FreshFile",
     "new_directory",
     "remove_files",
+    "root",
+    "use_root",
     "values",
 ]
 
@@ -40,15 +42,28 @@ TDT = tensordict.MemoryMappedTensor
 _ROUND = 0.01  # seconds that a sample of asv should take
 
 _numbers = itertools.count()
+_SMALL = 1 << 16  # bytes
 
 
 # linux/fs.h
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_TOPDIR_FL = 0x80086601, 0x40086602, 0x00020000
 
 
+class Files:
+    """Whether files outlive their benchmark, emptied, until `remove_files` is called."""
+
+    keep = False
+    root = ""
+
+
+def use_root(path: str) -> None:
+    """Keep all files, in a directory that another process has made and will remove."""
+    Files.keep, Files.root = True, path
+
+
 @functools.cache
-def _root() -> str:
-    """Make the directory of this process.
+def root() -> str:
+    """Make the directory of this run.
 
     ext4 does not use an inode again within a minute of its deletion and searches on, from
     one such inode to the next: where files were deleted a moment ago, making one takes
@@ -57,6 +72,8 @@ def _root() -> str:
     the last run, have deleted files, the flag "top of directory hierarchies" (chattr(1),
     +T) makes ext4 put each directory in here somewhere else.
     """
+    if Files.root:
+        return Files.root
     path = tempfile.mkdtemp(prefix="mmtensor-bench-")
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -74,30 +91,30 @@ def _root() -> str:
 @functools.cache
 def new_directory(_kind: type) -> str:
     """Make the directory of one benchmark, the same for all libraries."""
-    return tempfile.mkdtemp(dir=_root())
+    return tempfile.mkdtemp(dir=root())
 
 
 def remove_files() -> None:
     """Remove all files of this process."""
-    if _root.cache_info().currsize:
-        shutil.rmtree(_root())
-    _root.cache_clear()
+    if root.cache_info().currsize:
+        shutil.rmtree(root())
+    root.cache_clear()
     new_directory.cache_clear()
 
 
 def _empty(path: str) -> None:
-    """Free the space of a file, or of the files below a directory, if it is there at all."""
+    """Free the space of a file, or of the files below a directory, if it is there at all.
+
+    Small files stay: cutting one takes ext4 60 us, after which everything runs cold, and
+    what makes the next one would be timed along with that.
+    """
     if os.path.isfile(path):
-        os.truncate(path, 0)
+        if os.path.getsize(path) > _SMALL:
+            os.truncate(path, 0)
+        return
     for place, _, names in os.walk(path):
         for name in names:
-            os.truncate(os.path.join(place, name), 0)
-
-
-class Files:
-    """Whether files outlive their benchmark, emptied, until `remove_files` is called."""
-
-    keep = False
+            _empty(os.path.join(place, name))
 
 
 @functools.cache
@@ -156,7 +173,7 @@ class Comparison(ABC):
         self.call = make()
 
     def teardown(self, library: str) -> None:  # noqa: ARG002  # asv passes the parameters
-        """Free what `setup` made: memory, and disk space as `_root` says."""
+        """Free what `setup` made: memory, and disk space as `root` says."""
         self.__dict__.pop("call", None)
         if not Files.keep:
             remove_files()
@@ -192,7 +209,7 @@ class FreshFile(Comparison):
         return self.new_path()
 
     def after(self, argument: Any) -> None:
-        """Free what the call left behind; its inode stays, see `_root`."""
+        """Free what the call left behind; its inode stays, see `root`."""
         _empty(argument)
 
 

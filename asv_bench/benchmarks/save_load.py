@@ -63,7 +63,7 @@ class SaveOver(FreshFile):
     """The same in the place of an earlier save.
 
     Each time a directory of its own: the files that a save replaces are deleted, and ext4
-    would look past them for a minute, see `common._root`.
+    would look past them for a minute, see `common.root`.
     """
 
     title = "`memmap` of 100 leaves of 4 KB over an existing directory"

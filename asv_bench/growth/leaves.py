@@ -69,7 +69,7 @@ def _loader(library: str, count: int) -> Callable[[], Any]:
 
 
 def _new_path() -> str:
-    """Return a new path, in a directory of its own: `common._root` says why."""
+    """Return a new path, in a directory of its own: `common.root` says why."""
     directory = f"{new_directory(_Leaves)}/{next(_numbers)}"
     os.mkdir(directory)
     return f"{directory}/saved"
