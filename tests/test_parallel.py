@@ -773,7 +773,8 @@ def test_an_iterator_that_is_dropped_leaves_nothing(tmp_path):
 # --- signals -----------------------------------------------------------------------------
 
 _PROGRAM = """
-import sys, torch
+import signal, sys, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 import map_functions as fn
 from mmtensor import TensorDict
 td = TensorDict({"x": torch.zeros(4, 2)}, [4]).memmap(sys.argv[1])
