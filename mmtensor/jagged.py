@@ -39,7 +39,7 @@ from mmtensor.jagged_searching import JaggedSearch
 from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
-from mmtensor.reference import UNREADABLE, for_checkpoint
+from mmtensor.reference import UNREADABLE, for_checkpoint, keep_until_started
 from mmtensor.storage import as_array, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor
@@ -462,7 +462,7 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence
         """Reduce for `multiprocessing`, which can send descriptors."""
         reduced = self._reference()
         if reduced is not None:
-            return reduced
+            return keep_until_started(reduced)
         parts, window = self._parts, (self._first, self._step, self._length)
         if not isinstance(parts.source, SharedMapping):
             # One block and one descriptor, whatever it consists of.

@@ -4,8 +4,9 @@ import sys
 import weakref
 from collections.abc import Callable
 from multiprocessing import AuthenticationError, reduction
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing import reductions as _reductions
@@ -15,7 +16,16 @@ from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
 from mmtensor.storage import PROTOTYPES, TORCH_DTYPES, WORDS, MappedStorage, storage_on, tensor_on
 
-__all__ = ["UNREADABLE", "for_checkpoint", "reduce_tensor", "register", "regular_copy"]
+__all__ = [
+    "UNREADABLE",
+    "for_checkpoint",
+    "keep_until_started",
+    "reduce_tensor",
+    "register",
+    "regular_copy",
+]
+
+_V = TypeVar("_V")
 
 _torch: Any = _reductions  # untyped in torch
 
@@ -46,6 +56,18 @@ def for_checkpoint(protocol: Any) -> bool:
     )
 
 
+def keep_until_started(value: _V) -> _V:
+    """Keep what is sent to a process that is being started, and return it.
+
+    `spawn` and `forkserver` hand descriptors on only after all arguments are pickled: what
+    was made for the message, and is nobody else's, would be gone by then.
+    """
+    start: Any = get_spawning_popen()
+    if start is not None:
+        start.__dict__.setdefault("_mmtensor_sent", []).append(value)
+    return value
+
+
 def reduce_tensor(tensor: torch.Tensor, protocol: int, *, by_value: bool = False) -> Any:
     """Reduce a tensor on a mapping for `pickle`: what `__reduce_ex__` returns.
 
@@ -72,7 +94,7 @@ def _reduce_across(tensor: torch.Tensor) -> Any:
     mapping = _mapping_to_send(tensor)
     if mapping is not None:
         return _reference(tensor, mapping)
-    return _torch.reduce_tensor(_with_state(regular_copy(tensor), tensor))
+    return _torch.reduce_tensor(keep_until_started(_with_state(regular_copy(tensor), tensor)))
 
 
 def _reference(tensor: torch.Tensor, mapping: Mapping) -> tuple[Any, ...]:
@@ -221,10 +243,11 @@ def _reduce_storage_across(storage: MappedStorage) -> Any:
     mapping = _storage_mapping_to_send(storage)
     if mapping is not None:
         return storage_on, (mapping,)
-    return _torch.reduce_storage(storage.clone())
+    return _torch.reduce_storage(keep_until_started(storage.clone()))
 
 
 def _send_block(mapping: SharedMapping) -> Any:
+    keep_until_started(mapping)
     return _receive_block, (
         reduction.DupFd(mapping.fd),
         mapping.nbytes,

@@ -291,3 +291,18 @@ def join(process):
         process.join()
         raise TimeoutError(f"{process.name} did not end within {PATIENCE} s")
     return process.exitcode
+
+
+def numbers_of(value):
+    """Return all numbers in a tensor, storage, jagged tensor or container."""
+    if isinstance(value, mmtensor.TensorDict):
+        return {key: numbers_of(leaf) for key, leaf in value.items()}
+    if isinstance(value, torch.UntypedStorage):
+        return list(value)
+    return value.tolist()
+
+
+def send_numbers(items, pipe):
+    """Send what came as an argument of a process."""
+    pipe.send({name: numbers_of(value) for name, value in items.items()})
+    pipe.close()

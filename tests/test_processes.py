@@ -460,3 +460,52 @@ def test_torch_tensors_are_left_to_torch(children):
     back = children("fork", "torch.multiprocessing").ask(processes.echo, [x, x.t(), x[1:]])
     assert [b.tolist() for b in back] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
     assert back[0].untyped_storage()._cdata == back[2].untyped_storage()._cdata
+
+
+def items_without_a_reference(directory):
+    """Make one of everything that can go by value or by descriptor only."""
+    data = torch.arange(1000.0)
+    written = make(directory, "c", data)
+    written += 1
+    pairs = make(directory, "c", torch.complex(data, data + 1))
+    pairs += 1
+    gone = MemoryMappedTensor.from_tensor(data + 2, filename=directory / "gone.bin")
+    (directory / "gone.bin").unlink()
+    elements = [torch.ones(3), torch.zeros(500)]
+    jagged = mmtensor.JaggedTensor.from_tensors(elements, filename=directory / "j.bin")
+    mmtensor.JaggedTensor.from_tensors(elements[:1], filename=directory / "j.bin", existsok=True)
+    apart = mmtensor.JaggedTensor(gone, [[300], [700]])
+    source = mmtensor.TensorDict({"x": data, "n": {"y": data.view(1000, 1)}}, [1000])
+    replaced = source.memmap(directory / "td")
+    source.memmap(directory / "td")
+    return {
+        "written": written,
+        "plain view": torch.t(written.view(10, 100)),
+        "conjugated": pairs.conj(),
+        "gone": gone,
+        "storage": gone[:0].untyped_storage(),
+        "jagged": jagged,
+        "jagged on a tensor": apart,
+        "steps of it": apart[::-1],
+        "anonymous jagged": mmtensor.JaggedTensor.from_tensors(elements),
+        "regular container": source,
+        "replaced container": replaced,
+        "rows of it": replaced[10:900],
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_arguments_of_a_process_without_a_reference(method, tmp_path):
+    """What is made for the message lives until a new process has it."""
+    items = items_without_a_reference(tmp_path)
+    expected = {name: processes.numbers_of(value) for name, value in items.items()}
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=processes.send_numbers, args=(items, there))
+    child.start()
+    there.close()
+    assert here.poll(processes.PATIENCE)
+    assert here.recv() == expected
+    child.join()
+    assert child.exitcode == 0
+    here.close()
