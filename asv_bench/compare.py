@@ -330,7 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.write and (options.only or options.rounds < _RECORD):
         parser.error(f"--write needs the whole table and at least {_RECORD} rounds")
-    print(machine(), _HEADER, sep="\n\n", flush=True)
+    if not _benchmarks(options.only):
+        names = ", ".join(name for name, _ in _benchmarks(""))
+        parser.error(f"no benchmark has {options.only!r} in its name: {names}")
+    print(f"{machine()}; medians of {options.rounds} rounds.", _HEADER, sep="\n\n", flush=True)
     outcomes, rows, missed = [], [], []
     for outcome in _measure_all(options.only, options.rounds):
         text, held = row(outcome)

@@ -90,6 +90,8 @@ class Cut:
         RuntimeError
             If their shapes do not fit.
         """
+        if self.size:
+            self._check_dimensions(results)
         trees = sum(isinstance(result, Tree) for result in results)
         if trees == len(results):
             return (joining.cat if self.size else joining.stack)(results, self.dim)
@@ -100,6 +102,22 @@ class Cut:
                 f"{' and '.join(kinds)}."
             )
         return (torch.cat if self.size else torch.stack)(results, self.dim)
+
+    def _check_dimensions(self, results: list[Any]) -> None:
+        """Raise if a result has no dimension to be concatenated along."""
+        for result in results:
+            if isinstance(result, Tree):
+                what, shape = "a TensorDict with batch size", tuple(result._batch_size)
+            elif isinstance(result, Tensor):
+                what, shape = "a tensor of shape", tuple(result.shape)
+            else:
+                continue
+            if len(shape) <= self.dim:
+                raise RuntimeError(
+                    f"results of chunks are concatenated along dimension {self.dim}, but fn has "
+                    f"returned {what} {shape}. Return a row for each element, result[None] for "
+                    "one row per chunk, or pass chunksize=0, where results are stacked."
+                )
 
     def concatenate(self, joined: list[Any]) -> Any:
         """Concatenate what `join` made of consecutive results; always a copy."""
@@ -213,7 +231,10 @@ def cut(tree: Tree, dim: int, chunksize: int | None, num_chunks: int | None, wor
         raise ValueError(
             f"give chunksize or num_chunks, got both: {chunksize!r} and {num_chunks!r}."
         )
-    at = dimension(dim, len(tree._batch_size))
+    try:
+        at = dimension(dim, len(tree._batch_size))
+    except IndexError as error:
+        raise IndexError(f"dim: {error} Pass the number of workers as num_workers=.") from None
     length = tree._batch_size[at]
     if chunksize is not None:
         if chunksize < 0:

@@ -76,6 +76,11 @@ class Constructors:
         >>> x.shape, x.mode
         (torch.Size([2, 3]), 'r')
         """
+        if isinstance(index, str):
+            raise TypeError(
+                f"index must be an index, got {index!r}. The fourth argument is the index; pass "
+                f"mode={index!r} by name."
+            )
         tensor: Any = adoption.open_tensor(filename, dtype, shape, mode, offset, partial)
         if type(tensor) is Tensor:  # a table of shapes gives a jagged one
             tensor = as_kind(cls, tensor)

@@ -149,6 +149,21 @@ def _quietly(remove: Callable[..., None], name: str, fd: int) -> None:
         pass  # another process was quicker, or someone put something into it
 
 
+def _not_replaced(path: str, foreign: str | None) -> ExistingFileError:
+    if foreign is None:
+        return ExistingFileError(
+            errno.EEXIST,
+            "the directory holds what an earlier save has written; existsok=True replaces it",
+            path,
+        )
+    return ExistingFileError(
+        errno.EEXIST,
+        f"the directory holds {foreign!r}, which its {_META} does not name. Only what a save has "
+        "written is replaced: move it away, or choose another directory",
+        os.path.join(path, foreign),
+    )
+
+
 class NewDirectory:
     """A directory that is filled out of sight and appears whole, or not at all.
 
@@ -165,6 +180,8 @@ class NewDirectory:
         The target, from `rawfile.absolute`. Missing parents are made.
     owned
         Tells what in a directory is ours and may be removed.
+    existsok
+        Whether what an earlier save has left at the target is replaced.
 
     Attributes
     ----------
@@ -176,18 +193,20 @@ class NewDirectory:
     SymbolicLinkError
         If the target is a symbolic link.
     ExistingFileError
-        If the target is a file, or a directory with an entry that is not ours.
+        If the target is a file, or a directory with an entry that is not ours; without
+        `existsok` if it is a directory that is not empty.
     OSError
         ``EBUSY`` if it is a mount point or the current directory, or contains it.
     """
 
-    __slots__ = ("_mode", "_name", "_owned", "_parent", "_temporary", "fd", "path")
+    __slots__ = ("_existsok", "_mode", "_name", "_owned", "_parent", "_temporary", "fd", "path")
 
-    def __init__(self, path: str, owned: Owned) -> None:
+    def __init__(self, path: str, owned: Owned, *, existsok: bool = True) -> None:
         if os.open not in os.supports_dir_fd:
             raise OSError(errno.ENOSYS, "saving a directory needs a POSIX system", path)
         self.path = path
         self._owned = owned
+        self._existsok = existsok
         self._temporary: str | None = None
         parent, self._name = os.path.split(path)
         self._mode = self._check()
@@ -227,20 +246,16 @@ class NewDirectory:
         fd = open_directory(path)
         try:
             foreign = first_foreign(fd, self._owned)
+            saved = not self._existsok and bool(os.listdir(fd))
         except FileNotFoundError:
-            foreign = ""
+            foreign, saved = "", False
         finally:
             replaced = not _leads_to(path, fd)
             os.close(fd)
         if replaced or foreign == "":
             return self._check()  # another save was quicker: what has it put there?
-        if foreign is not None:
-            raise ExistingFileError(
-                errno.EEXIST,
-                f"the directory holds {foreign!r}, which its {_META} does not name. Only what a "
-                "save has written is replaced: move it away, or choose another directory",
-                os.path.join(path, foreign),
-            )
+        if foreign is not None or saved:
+            raise _not_replaced(path, foreign)
         return stat.S_IMODE(status.st_mode)
 
     # --- the place beside ----------------------------------------------------------------

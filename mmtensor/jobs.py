@@ -231,7 +231,7 @@ class Job:
         if self.joins and not nones:
             try:
                 return Outcome(JOINED, seconds, self.cut.join(results))
-            except (RuntimeError, TypeError, KeyError):
+            except (RuntimeError, TypeError, KeyError, IndexError):
                 pass  # whoever wants them joined says what is wrong
         return Outcome(RESULTS, seconds, results)
 

@@ -74,7 +74,14 @@ class _Text(NamedTuple):
     data: bytes
 
 
-def save(tree: Tree, path: str, *, num_threads: int = 0, like: bool = False) -> Any:
+def save(
+    tree: Tree,
+    path: str,
+    *,
+    num_threads: int = 0,
+    like: bool = False,
+    existsok: bool = True,
+) -> Any:
     """Write a tree to a directory, in the place of what an earlier save left there.
 
     Parameters
@@ -87,6 +94,8 @@ def save(tree: Tree, path: str, *, num_threads: int = 0, like: bool = False) -> 
         How many threads write leaves; 0 or 1: this one does.
     like
         Whether only to make room: zeros of the same shapes and dtypes.
+    existsok
+        Whether what an earlier save left there is replaced.
 
     Returns
     -------
@@ -103,7 +112,7 @@ def save(tree: Tree, path: str, *, num_threads: int = 0, like: bool = False) -> 
     texts: list[_Text] = []
     leaves: list[_Leaf] = []
     result = _plan(tree, "", (), texts, leaves)
-    with NewDirectory(path, owned) as new:
+    with NewDirectory(path, owned, existsok=existsok) as new:
         # A meta.json comes before what it names: what a killed save leaves can be told.
         for text in texts:
             if text.place:

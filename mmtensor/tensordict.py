@@ -292,7 +292,14 @@ class TensorDict(Upward):
 
     # --- files ---------------------------------------------------------------------------
 
-    def memmap(self, prefix: Path, num_threads: int = 0, return_early: bool = False) -> Any:
+    def memmap(
+        self,
+        prefix: Path,
+        num_threads: int = 0,
+        return_early: bool = False,
+        *,
+        existsok: bool = True,
+    ) -> Any:
         """Write all leaves to a directory of raw files, and return what is mapped there.
 
         The directory appears whole or not at all, and takes the place of what an earlier save
@@ -307,6 +314,8 @@ class TensorDict(Upward):
             How many threads write; 0: this one.
         return_early
             Whether to return a `concurrent.futures.Future` of the result at once.
+        existsok
+            Whether what an earlier save left there is replaced, as usual.
 
         Returns
         -------
@@ -316,7 +325,8 @@ class TensorDict(Upward):
         Raises
         ------
         ExistingFileError
-            A `FileExistsError`: the directory holds a file that no save has written.
+            A `FileExistsError`: the directory holds a file that no save has written, or without
+            `existsok` anything.
         SymbolicLinkError
             A `RuntimeError`: the directory is a symbolic link.
         OSError
@@ -334,15 +344,22 @@ class TensorDict(Upward):
         """
         path = absolute(prefix)
         if not return_early:
-            return save(self, path, num_threads=num_threads)
-        return _later(save, self._shallow(), path, num_threads=num_threads)
+            return save(self, path, num_threads=num_threads, existsok=existsok)
+        return _later(save, self._shallow(), path, num_threads=num_threads, existsok=existsok)
 
-    def memmap_(self, prefix: Path, num_threads: int = 0, return_early: bool = False) -> Any:
+    def memmap_(
+        self,
+        prefix: Path,
+        num_threads: int = 0,
+        return_early: bool = False,
+        *,
+        existsok: bool = True,
+    ) -> Any:
         """Write all leaves to a directory of raw files, and hold them from then on.
 
         Parameters
         ----------
-        prefix, num_threads, return_early
+        prefix, num_threads, return_early, existsok
             As for `memmap`. With `return_early` it is locked at once.
 
         Returns
@@ -371,14 +388,14 @@ class TensorDict(Upward):
         self._check_owner("memmap_")
         path = absolute(prefix)
         if not return_early:
-            self._take(save(self, path, num_threads=num_threads), path)
+            self._take(save(self, path, num_threads=num_threads, existsok=existsok), path)
             return self
         locked = self.is_locked
         self.lock_()
 
         def write() -> TensorDict:
             try:
-                self._take(save(self, path, num_threads=num_threads), path)
+                self._take(save(self, path, num_threads=num_threads, existsok=existsok), path)
             except BaseException:
                 if not locked:
                     self._unlock()
@@ -392,12 +409,12 @@ class TensorDict(Upward):
         _take(self, other)
         self._lock(MEMORY_MAPPED, path)
 
-    def memmap_like(self, prefix: Path) -> Self:
+    def memmap_like(self, prefix: Path, *, existsok: bool = True) -> Self:
         """Make a directory of zeros with the same keys, shapes and dtypes.
 
         Parameters
         ----------
-        prefix
+        prefix, existsok
             As for `memmap`. Disk space is reserved.
 
         Returns
@@ -411,7 +428,7 @@ class TensorDict(Upward):
         >>> td["x"]
         MemoryMappedTensor([0., 0., 0.])
         """
-        return save(self, absolute(prefix), like=True)  # type: ignore[no-any-return]
+        return save(self, absolute(prefix), like=True, existsok=existsok)  # type: ignore[no-any-return]
 
     save = memmap
 

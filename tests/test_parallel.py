@@ -827,3 +827,26 @@ def test_workers_end_with_the_caller(sent, to_all, tmp_path):
         assert errors.count("Traceback") == 1
         assert errors.rstrip().endswith("KeyboardInterrupt")
     assert program.returncode != 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (torch.tensor(1.0), r"a tensor of shape \(\)"),
+        (TensorDict({"y": torch.ones(2)}, []), r"a TensorDict with batch size \(\)"),
+    ],
+)
+def test_results_without_the_dimension(result, what, workers):
+    """Chunks cannot be concatenated along a dimension that results lack; it says what can."""
+    td = TensorDict({"x": torch.arange(6.0)}, [6])
+    function = functools.partial(fn.constant, result)
+    with pytest.raises(RuntimeError, match=rf"returned {what}.*chunksize=0"):
+        td.map(function, chunksize=3, num_workers=workers)
+
+
+def test_workers_in_the_place_of_the_dimension():
+    """The second argument is the dimension."""
+    td = TensorDict({"x": torch.arange(6.0)}, [6])
+    with pytest.raises(IndexError, match="dim: dimension 4 is out of range.*num_workers="):
+        td.map(fn.double, 4)

@@ -372,6 +372,23 @@ def test_readers_keep_what_they_opened(tmp_path, td):
     assert entries(tmp_path) == ["td"]
 
 
+@pytest.mark.parametrize("save", ["memmap", "memmap_", "save", "memmap_like"])
+def test_existsok(tmp_path, save):
+    """Without it a directory that is not empty stays as it is."""
+    path = tmp_path / "td"
+    path.mkdir()
+    first = TensorDict({"x": torch.arange(3)}, [3])
+    first.memmap(path, existsok=False)  # an empty directory is nothing
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    other = TensorDict({"x": torch.ones(3), "y": torch.ones(3)}, [3])
+    with pytest.raises(mmtensor.ExistingFileError, match="existsok=True replaces it"):
+        getattr(other, save)(path, existsok=False)
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    assert os.listdir(tmp_path) == ["td"]
+    getattr(other, save)(path, existsok=True)
+    assert set(TensorDict.load_memmap(path).keys()) == {"x", "y"}
+
+
 def test_saving_over_itself(tmp_path, td):
     """A container is saved over the directory that it is mapped from, in any mode."""
     td.memmap(tmp_path / "td")

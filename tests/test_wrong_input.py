@@ -313,3 +313,10 @@ def test_read_only_file_as_another_user(run, public_directory):
     assert all('mode "r+" needs a file that may be written' in line for line in lines[:2])
     assert all("Permission denied" in line for line in lines[:6])
     assert lines[6:] == ["c 45.0", "c 45.0", "r 45.0", "145.0 45.0"]
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_mode_in_the_place_of_the_index(directory, mode):
+    """The fourth argument is the index, as tensordict has it."""
+    with pytest.raises(TypeError, match=rf"pass mode='{re.escape(mode)}' by name"):
+        M.from_filename(directory / "x", "f4", 10, mode)
