@@ -9,7 +9,7 @@ from mmtensor import joining
 from mmtensor.shaping import dimension
 from mmtensor.tree import Tree
 
-__all__ = ["Cut", "Misfit", "cut"]
+__all__ = ["Cut", "Misfit", "are_alike", "cut"]
 
 # Results of up to so many bytes are written together: a call takes longer than the copy.
 _SMALL = 1 << 15
@@ -92,15 +92,8 @@ class Cut:
         """
         if self.size:
             self._check_dimensions(results)
-        trees = sum(isinstance(result, Tree) for result in results)
-        if trees == len(results):
+        if _are_trees(results):
             return (joining.cat if self.size else joining.stack)(results, self.dim)
-        if trees or not all(isinstance(result, Tensor) for result in results):
-            kinds = sorted({type(result).__name__ for result in results})
-            raise TypeError(
-                "fn must return tensors for every chunk, or TensorDicts, or None, got "
-                f"{' and '.join(kinds)}."
-            )
         return (torch.cat if self.size else torch.stack)(results, self.dim)
 
     def _check_dimensions(self, results: list[Any]) -> None:
@@ -121,7 +114,7 @@ class Cut:
 
     def concatenate(self, joined: list[Any]) -> Any:
         """Concatenate what `join` made of consecutive results; always a copy."""
-        if isinstance(joined[0], Tree):
+        if _are_trees(joined):
             return joining.cat(joined, self.dim)
         return torch.cat(joined, self.dim)
 
@@ -146,7 +139,13 @@ class Cut:
         Misfit
             It says which one does not fit.
         """
-        if len(results) > 1 and _is_small(results[0]) and self._store_joined(out, first, results):
+        if (
+            len(results) > 1
+            and _is_small(results[0])
+            and self._have_their_lengths(first, results)
+            and are_alike(results)
+            and self._store_joined(out, first, results)
+        ):
             return
         for number, result in enumerate(results, first):
             try:
@@ -154,11 +153,22 @@ class Cut:
             except Exception as error:
                 raise Misfit(number) from error
 
+    def _have_their_lengths(self, first: int, results: list[Any]) -> bool:
+        """Whether each result is as long as its chunk: the next one begins where it ends."""
+        if self.size == 0:
+            return True
+        for number, result in enumerate(results, first):
+            shape = getattr(result, "_batch_size" if isinstance(result, Tree) else "shape", ())
+            length = min(self.size, self.length - number * self.size)
+            if len(shape) <= self.dim or shape[self.dim] != length:
+                return False
+        return True
+
     def _store_joined(self, out: Any, first: int, results: list[Any]) -> bool:
         """Write results in one go if that does the same; return whether it was done."""
         try:
             joined = self.join(results)
-        except (RuntimeError, TypeError, KeyError):
+        except (RuntimeError, TypeError, KeyError, IndexError):
             return False  # whichever is to blame is found one by one
         place = out[self.range(first, first + len(results))]
         if isinstance(joined, Tensor):
@@ -184,6 +194,40 @@ class Cut:
         for target, leaf in pairs:
             target.copy_(leaf)
         return True
+
+
+def _are_trees(results: list[Any]) -> bool:
+    """Whether they are all TensorDicts, and not all tensors.
+
+    Raises
+    ------
+    TypeError
+        If they are neither.
+    """
+    trees = sum(isinstance(result, Tree) for result in results)
+    if trees == len(results):
+        return True
+    if trees or not all(isinstance(result, Tensor) for result in results):
+        kinds = sorted({type(result).__name__ for result in results})
+        raise TypeError(
+            "fn must return tensors for every chunk, or TensorDicts, or None, got "
+            f"{' and '.join(kinds)}."
+        )
+    return False
+
+
+def are_alike(results: list[Any]) -> bool:
+    """Whether joining results changes no value of them: of one dtype, leaf by leaf.
+
+    Of several dtypes torch makes one that has room for all, and not for all of their digits.
+    """
+    return len({_dtypes(result) for result in results}) <= 1
+
+
+def _dtypes(result: Any) -> Any:
+    if isinstance(result, Tree):
+        return frozenset((path, getattr(leaf, "dtype", None)) for path, leaf in result._flat())
+    return getattr(result, "dtype", None)
 
 
 def _result(result: Any) -> Any:

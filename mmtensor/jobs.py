@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmtensor.chunks import Cut, Misfit
+from mmtensor.chunks import Cut, Misfit, are_alike
 
 __all__ = [
     "FAILED",
@@ -228,7 +228,7 @@ class Job:
         nones = sum(result is None for result in results)
         if nones == len(results):
             return Outcome(NOTHING, seconds)
-        if self.joins and not nones:
+        if self.joins and not nones and are_alike(results):
             try:
                 return Outcome(JOINED, seconds, self.cut.join(results))
             except (RuntimeError, TypeError, KeyError, IndexError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
 
-from mmtensor.chunks import Cut, Misfit, cut
+from mmtensor.chunks import Cut, Misfit, are_alike, cut
 from mmtensor.crew import Crew, Inline
 from mmtensor.errors import MapError, ShapeError
 from mmtensor.jagged import JaggedTensor
@@ -371,9 +371,7 @@ def map_chunks(
             if out is not None:
                 _store(place, out, first, _apart(place, outcome, last - first))
             elif outcome.kind != NOTHING:
-                # What could not be joined by the worker says here why.
-                joined = outcome.kind == JOINED
-                parts.append(outcome.value if joined else place.join(outcome.value))
+                parts += _joined(place, outcome)
             if nothing and parts:
                 raise TypeError(
                     "fn must return tensors for every chunk, or TensorDicts, or None; up to "
@@ -381,6 +379,15 @@ def map_chunks(
                 )
         # Workers are ending meanwhile.
         return place.concatenate(parts) if parts else out
+
+
+def _joined(place: Cut, outcome: Outcome) -> list[Any]:
+    """Return what is to be concatenated with the rest, in as few pieces as change nothing."""
+    if outcome.kind == JOINED:
+        return [outcome.value]
+    if are_alike(outcome.value):
+        return [place.join(outcome.value)]  # which the worker could not: it says why
+    return [place.join([one]) for one in outcome.value]
 
 
 def _apart(place: Cut, outcome: Outcome, count: int) -> list[Any]:

@@ -174,3 +174,23 @@ def map_again(td):
 def constant(value, _):
     """Return the same for every chunk."""
     return value
+
+
+def uneven(td):
+    """Return one row, or three, where two are due."""
+    first = int(td["i"][0])
+    return torch.full((1 if first % 4 == 0 else 3,), float(first))
+
+
+def uneven_tree(td):
+    """Return them in a container."""
+    rows = uneven(td)
+    return TensorDict({"y": rows}, [len(rows)])
+
+
+def of_three_dtypes(td):
+    """Return numbers that a dtype with room for all of them cannot all hold."""
+    first = int(td["i"].reshape(-1)[0])
+    value = [16777217, 0.5, 1 + 2.0**-40][first % 3]
+    dtype = [torch.int64, torch.float32, torch.float64][first % 3]
+    return torch.full(td["i"].shape, value, dtype=dtype)

@@ -850,3 +850,39 @@ def test_workers_in_the_place_of_the_dimension():
     td = TensorDict({"x": torch.arange(6.0)}, [6])
     with pytest.raises(IndexError, match="dim: dimension 4 is out of range.*num_workers="):
         td.map(fn.double, 4)
+
+
+@pytest.mark.parametrize("function", [fn.uneven, fn.uneven_tree])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("count", [8, 64])
+def test_results_of_another_length_than_their_chunk(function, workers, count):
+    """With `out` that is an error, and no row of another chunk is written over."""
+    td = TensorDict({"i": torch.arange(count)}, [count])
+    out = MemoryMappedTensor.full((count,), -1.0)
+    into = out if function is fn.uneven else TensorDict({"y": out}, [count]).share_memory_()
+    with pytest.raises(MapError, match=r"chunk \d+ of"):
+        td.map(function, chunksize=2, out=into, num_workers=workers)
+    held = out if function is fn.uneven else into["y"]
+    written = {int(start): row.tolist() for start, row in enumerate(held.view(-1, 2))}
+    # One row is broadcast to two, as an assignment does.
+    assert all(row in ([-1.0, -1.0], [2.0 * at, 2.0 * at]) for at, row in written.items())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("chunksize", [0, 5])
+def test_results_of_several_dtypes(workers, chunksize):
+    """They become what one stack or cat of all of them makes, however they are grouped."""
+    td = TensorDict({"i": torch.arange(200)}, [200])
+    function = fn.of_three_dtypes
+    parts = [td[i] for i in range(200)] if chunksize == 0 else td.split(5)
+    results = [function(part) for part in parts]
+    expected = torch.stack(results) if chunksize == 0 else torch.cat(results)
+    found = td.map(function, chunksize=chunksize, num_workers=workers)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    one_by_one = list(td.map_iter(function, chunksize=chunksize, num_workers=workers))
+    assert [x.dtype for x in one_by_one] == [x.dtype for x in results]
+    assert all(torch.equal(*pair) for pair in zip(one_by_one, results, strict=True))
+    out = MemoryMappedTensor.zeros(200, dtype=torch.int64)
+    td.map(function, chunksize=chunksize, out=out, num_workers=workers)
+    assert out.tolist() == [int(x) for result in results for x in result.reshape(-1)]
