@@ -80,6 +80,16 @@ def send(pipe: Any, message: Any) -> None:
             sendfds(channel, [block.fd for block in blocks[start : start + _TOGETHER]])
 
 
+def _received(channel: socket.socket, count: int) -> list[int]:
+    try:
+        return recvfds(channel, count)
+    except RuntimeError as error:  # fewer than were sent
+        raise RuntimeError(
+            f"cannot receive {count} blocks of shared memory: this process has no descriptors "
+            "left. Allow more (ulimit -n), or hold fewer results at a time."
+        ) from error
+
+
 def receive(pipe: Any) -> Any:
     """Wait for a message.
 
@@ -96,7 +106,7 @@ def receive(pipe: Any) -> Any:
     if count:
         with _socket(pipe) as channel:
             for start in range(0, count, _TOGETHER):
-                fds += recvfds(channel, min(_TOGETHER, count - start))
+                fds += _received(channel, min(_TOGETHER, count - start))
     try:
         for fd in fds:
             os.set_inheritable(fd, False)

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from mmtensor.indexing import rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
-from mmtensor.prefetch import FEW_ROWS, new_rows, read_ahead
+from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
 from mmtensor.storage import refuse_write
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.tree import Tree, index_leaf
@@ -118,7 +118,8 @@ def _advanced(tree: Tree, index: Any, ids: Tensor | None) -> Any:
 def _gathered(tree: Tree, index: Any, ids: Tensor | None, size: torch.Size, dims: int) -> Any:
     leaves: dict[str, Any] = {}
     quick = ids if ids is not None and ids.dim() == 1 else None
-    many = quick is not None and quick.numel() >= FEW_ROWS and not is_compiling()
+    many = quick is not None and has_bytes(quick) and quick.numel() >= FEW_ROWS
+    many = many and not is_compiling()
     for key, leaf in tree._all().items():
         kind = type(leaf)
         if quick is not None and (kind is MemoryMappedTensor or (kind is Tensor and leaf.is_cpu)):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtensor.prefetch import FEW_ROWS, new_rows, read_ahead
+from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
 from mmtensor.storage import mapping_of
 
 __all__ = ["carried", "gather", "rows", "scatter", "select"]
@@ -84,7 +84,7 @@ def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
         return _getitem(tensor, index)
     flat = ids.reshape(-1)
     out = None
-    if flat.numel() >= FEW_ROWS:
+    if has_bytes(flat) and flat.numel() >= FEW_ROWS:
         read_ahead(tensor, flat)
         out = new_rows(tensor, flat.numel())
     try:

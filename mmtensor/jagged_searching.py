@@ -7,7 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmtensor.bridge import to_torch
+
 __all__ = ["JaggedSearch"]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    try:
+        return bool((one == other).all())
+    except RuntimeError:  # torch has no common dtype for float8 and float32, or uint16 and int64
+        return bool((one.to(torch.float64) == other.to(torch.float64)).all())
 
 
 class JaggedSearch:
@@ -20,8 +29,9 @@ class JaggedSearch:
 
     def _equal_to(self, value: Any) -> Iterator[int]:
         """Yield the positions of the elements that equal a tensor."""
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
+        if isinstance(value, np.ndarray | np.generic):
+            array = np.asarray(value)
+            value = to_torch(array.astype(array.dtype.newbyteorder("=")))
         if not isinstance(value, Tensor):
             raise TypeError(f"expected a tensor or an array to look for, got {value!r}.")
         me: Any = self
@@ -29,7 +39,7 @@ class JaggedSearch:
         if table.shape[1] != value.dim():
             return
         for row in np.flatnonzero((table == tuple(value.shape)).all(axis=1)):
-            if bool((me[int(row)] == value).all()):
+            if _equal(me[int(row)], value):
                 yield int(row)
 
     def __contains__(self, value: Any) -> bool:

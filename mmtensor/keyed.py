@@ -14,6 +14,8 @@ __all__ = ["Keyed"]
 
 _MISSING: Any = object()
 _new = object.__new__
+# Python's own limit to how deep calls may be is soon after.
+_DEEPEST = 100
 
 
 class Keyed(Tree):
@@ -26,13 +28,18 @@ class Keyed(Tree):
             batch_size = tuple(batch_size)  # which is looked at in half the time
         self._fill(source, torch.Size(as_shape(batch_size)))
 
-    def _fill(self, source: Any, size: torch.Size) -> None:
-        """Do the work of `__init__`."""
+    def _fill(self, source: Any, size: torch.Size, at: tuple[Any, ...] = ()) -> None:
+        """Do the work of `__init__`; `at` is where this will be, for messages."""
         self._batch_size = size
         self._locks = ()
         self._leaves = leaves = {}
         if source is None:
             return
+        if len(at) > _DEEPEST:
+            raise ValueError(
+                f"a TensorDict can be {_DEEPEST} levels deep, and cannot contain itself, as key "
+                f"{name_path(at[:3])} and so on."
+            )
         items = source._all().items() if isinstance(source, Tree) else source.items()
         dims = len(size)
         for key, value in items:
@@ -47,9 +54,28 @@ class Keyed(Tree):
                         pass  # a nested tensor has no shape
                 elif kind is dict:
                     nested = leaves[key] = _new(type(self))
-                    nested._fill(value, size)
+                    nested._fill(value, size, (*at, key))
                     continue
-            self.set(key, value)
+            try:
+                path = path_of(key)
+            except TypeError as error:
+                raise TypeError(f"{error} It is in {name_path(at)}.") if at else error from None
+            self._place(path, value, at)
+
+    def _place(self, path: tuple[str, ...], value: Any, at: tuple[Any, ...] = ()) -> None:
+        """Put a value where a path leads to, or leave everything as it is."""
+        node = self
+        if len(path) > 1:
+            for key in path[:-1]:
+                child = node._all().get(key)
+                if child is None:  # what it cannot take must not leave empty ones behind
+                    value = accept((*at, *path), value, node._batch_size, type(self))
+                    break
+                if not isinstance(child, Keyed):
+                    break
+                node = child
+            node = self._nest(path[:-1])
+        node._put(path[-1], value, (*at, *path))
 
     def __getitem__(self, index: Any) -> Any:
         kind = type(index)
@@ -173,7 +199,7 @@ class Keyed(Tree):
         if type(key) is not str:
             path = path_of(key)
             if len(path) > 1:
-                self._nest(path[:-1])._put(path[-1], value, path)
+                self._place(path, value)
                 return self
             key = path[0]
         if self._locks:
@@ -468,7 +494,17 @@ class Keyed(Tree):
             value = leaf.unflatten_keys(separator) if isinstance(leaf, Keyed) else leaf
             path = tuple(key.split(separator))
             node = result._nest(path[:-1]) if len(path) > 1 else result
-            if path[-1] in node._leaves:
-                raise KeyError(f"two leaves would have the key {name_path(path)}.")
-            node._leaves[path[-1]] = value
+            _merge(node, path[-1], value, path)
         return result
+
+
+def _merge(tree: Keyed, key: str, value: Any, path: tuple[str, ...]) -> None:
+    """Put a leaf or nested container into a new one, beside what is there already."""
+    if key not in tree._leaves:
+        tree._leaves[key] = value
+        return
+    found = tree._leaves[key]
+    if not (isinstance(found, Keyed) and isinstance(value, Keyed)):
+        raise KeyError(f"two leaves would have the key {name_path(path)}.")
+    for inner, leaf in value._all().items():
+        _merge(found, inner, leaf, (*path, inner))

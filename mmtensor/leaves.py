@@ -104,8 +104,9 @@ def accept(key: Any, value: Any, batch_size: torch.Size, kind: type[Tree]) -> An
     if isinstance(value, Tree):
         return _fit(key, value, batch_size)
     if isinstance(value, Mapping):
-        made: Any = kind
-        return made(value, batch_size)
+        made: Any = kind.__new__(kind)
+        made._fill(value, batch_size, key if isinstance(key, tuple) else (key,))
+        return made
     tensor = _as_tensor(key, value)
     check_batch(key, tensor.shape, batch_size)
     return tensor

@@ -43,6 +43,9 @@ _IDENTITY = struct.Struct("<8sQQ")
 # Path, mode, offset, bytes mapped, size of the file, and which file it is.
 Reference = tuple[str, str, int, int, int, bytes]
 
+# By how many keys a mapping is found: its own, and references to it.
+_REMEMBERED = 4
+
 
 class FileMapping(Mapping):
     """A part of a file. It holds no descriptor.
@@ -236,19 +239,25 @@ class MemoryMapping(Mapping):
         super()._advise_pages(low, high, PAGEOUT if number == DONTNEED else number)
 
 
-def _remember(mapping: "FileMapping", reference: Reference) -> "FileMapping":
+def _remember(mapping: FileMapping, reference: Reference) -> None:
     """Let a reference lead to a mapping without opening the file.
 
-    Only the last one: a file that grows makes a new one each time that it is sent.
+    Only the last ones: a file that grows makes a new one each time that it is sent. What it
+    led to before shows the file no longer, or is this.
     """
     if mapping.mode.name == "c" or mapping.nbytes == 0:
-        return mapping
+        return
     pages = mapping._pages
-    for key in pages.keys[1:]:
-        if key != reference and live_mappings.get(key) is pages.reference:
-            live_mappings.pop(key, None)
-    pages.keys = pages.keys[:1]
-    return share(mapping, pages, reference)
+    entry = pages.reference
+    if entry is None or live_mappings.get(reference) is entry:
+        return
+    live_mappings[reference] = entry
+    keys = pages.keys  # each step of these is one for all threads
+    keys.append(reference)
+    while len(keys) > _REMEMBERED:
+        old = keys.pop(1)
+        if live_mappings.get(old) is entry:
+            live_mappings.pop(old, None)
 
 
 def map_file(
@@ -322,10 +331,10 @@ def map_descriptor(
         mapping = FileMapping(fd, status, path, mode, offset, nbytes)
         pages = mapping._pages
         pages.reference = reference = weakref.ref(mapping)
-        pages.keys = (key,)
+        pages.keys.append(key)
         if live_mappings.setdefault(key, reference) is reference:  # as nearly always
             return mapping
-        pages.keys = ()
+        pages.keys.clear()
         found = share(mapping, pages, key)
     found.size = status.st_size
     return found
@@ -400,7 +409,7 @@ def find_file(reference: Reference) -> FileMapping:
         mapping = map_descriptor(fd, status, path, opened, offset, nbytes)
     finally:
         os.close(fd)
-    mapping = _remember(mapping, reference)
+    _remember(mapping, reference)
     if here and mapping._handle is None:
         mapping._handle = handle  # compared above, or absent there as well
     return mapping

@@ -162,13 +162,13 @@ class Pages:
 
     __slots__ = ("base", "fd", "keys", "length", "owner", "reference")
 
-    keys: tuple[Any, ...]
+    keys: list[Any]
     reference: weakref.ref[Any] | None
 
     def __init__(self, base: int, length: int, owner: Any = None) -> None:
         self.base = base
         self.length = length
-        self.keys = ()
+        self.keys = []
         self.fd = -1
         self.owner = owner
         self.reference = None
@@ -200,7 +200,7 @@ def share(mapping: _M, pages: Pages, key: tuple[Any, ...]) -> _M:
     while True:
         entry = live_mappings.setdefault(key, reference)  # in one step, whatever other threads do
         if entry is reference:
-            pages.keys += (key,)
+            pages.keys.append(key)
             return mapping
         found: _M | None = entry()
         if found is not None:

@@ -123,7 +123,7 @@ class Pool:
                 task = self._busy[pipe]
                 try:
                     outcome = receive(pipe)
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):  # it may have been in the middle of a message
                     at = self._pipes.index(pipe)
                     raise self._lost(at) from None
                 del self._busy[pipe]

@@ -1,5 +1,6 @@
 """`in`, `index` and `count` of jagged tensors, against those of a list of tensors."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,29 @@ def test_arrays_and_other_dtypes(five):
     """What equals in value is equal, as for tensors of the same shape."""
     assert np.array([2, 1]) in five
     assert five.index(np.array([2.0, 1.0], "f4")) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[::-1].copy()[::-1],
+        lambda x: x.astype(">f4"),
+        lambda x: x.astype(ml_dtypes.bfloat16),
+        lambda x: x.astype(ml_dtypes.float8_e5m2),
+        lambda x: np.frombuffer(x.tobytes(), x.dtype),
+        lambda x: x.astype("u2"),
+    ],
+)
+def test_arrays_of_every_kind(change, five):
+    """Reversed, of foreign byte order, of an ml_dtypes dtype, read-only."""
+    assert five.index(change(np.array([2.0, 1.0], "f4"))) == 4
+
+
+def test_dtypes_without_a_common_one():
+    """Torch compares neither float8 with float32 nor uint16 with int64."""
+    for dtype, other in ((torch.float8_e5m2, torch.float32), (torch.uint16, torch.int64)):
+        j = JaggedTensor.from_tensors([torch.ones(2).to(dtype), torch.ones(1).to(dtype)])
+        assert torch.ones(1, dtype=other) in j
 
 
 def test_where_to_look(five):

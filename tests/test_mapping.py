@@ -525,11 +525,14 @@ def test_overlayfs(run, tmp_path):
         def opened(mode):
             return MemoryMappedTensor.from_filename("merged/x", torch.float32, 3, mode=mode)
         old = opened("r")
+        sent = pickle.dumps(old)
         opened("r+")[0] = 5
         assert np.fromfile("merged/x", "f4")[0] == 5
         new = opened("r")
         assert new[0] == 5
         assert opened("r")[0] == 5
+        assert pickle.loads(pickle.dumps(new))[0] == 5
+        assert pickle.loads(sent)[0] == 5
         assert pickle.loads(pickle.dumps(new))[0] == 5
         assert old.shape == (3,)
         print("done")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, descriptors
 
-from mmtensor import JaggedTensor, MapError, MemoryMappedTensor, ReadOnlyError, TensorDict
+from mmtensor import JaggedTensor, MapError, MemoryMappedTensor, ReadOnlyError, TensorDict, pool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -886,3 +886,15 @@ def test_results_of_several_dtypes(workers, chunksize):
     out = MemoryMappedTensor.zeros(200, dtype=torch.int64)
     td.map(function, chunksize=chunksize, out=out, num_workers=workers)
     assert out.tolist() == [int(x) for result in results for x in result.reshape(-1)]
+
+
+def test_worker_killed_in_the_middle_of_a_message(monkeypatch):
+    """The pipe says so with another error than between two messages."""
+
+    def cut_off(_):
+        raise OSError("got end of file during message")
+
+    monkeypatch.setattr(pool, "receive", cut_off)
+    td = TensorDict({"x": torch.arange(5, 15)}, [10])
+    with pytest.raises(MapError, match="killed by signal 9"):
+        td.map(fn.kill_itself, chunksize=0, num_workers=1)

@@ -5,10 +5,13 @@ import gc
 import pickle
 import re
 import weakref
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import mmtensor
@@ -779,3 +782,83 @@ def test_names_are_exported():
     """The container and its errors are names of the package."""
     assert mmtensor.TensorDict is TensorDict
     assert issubclass(mmtensor.LockedError, RuntimeError)
+
+
+@pytest.mark.parametrize("columns", [1, 512])
+class TestGatherOfOtherClasses:
+    """Large results are gathered into new memory of ours only where a leaf is its bytes."""
+
+    def test_subclass(self, columns):
+        """A class keeps what it holds."""
+        a, b = torch.randn(4096, columns), torch.randn(4096, columns)
+        ids = torch.arange(3000)
+        found = TensorDict({"x": TwoTensor(a, b)}, [4096])[ids]["x"]
+        assert type(found) is TwoTensor
+        assert torch.equal(found.a, a[ids])
+        assert torch.equal(found.b, b[ids])
+
+    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+    def test_traced(self, columns, mode):
+        """Tensors without bytes are gathered by torch."""
+        a, ids = torch.randn(4096, columns), torch.arange(3000)
+        graph = make_fx(lambda a, i: TensorDict({"x": a}, [4096])[i]["x"], tracing_mode=mode)(
+            a, ids
+        )
+        assert torch.equal(graph(a, ids), a[ids])
+
+    def test_numbers_from_a_file(self, columns, tmp_path):
+        """Row numbers may be memory-mapped themselves."""
+        a = MemoryMappedTensor.from_tensor(torch.randn(4096, columns), filename=tmp_path / "a")
+        ids = MemoryMappedTensor.from_tensor(torch.arange(3000), filename=tmp_path / "i")
+        assert torch.equal(TensorDict({"x": a}, [4096])[ids]["x"], a.clone()[:3000])
+
+
+@pytest.mark.parametrize("outer", [dict, OrderedDict])
+class TestNestedMappings:
+    """Errors name the whole key, wherever in a nested mapping it is."""
+
+    def test_wrong_batch_size(self, outer):
+        """Three levels down."""
+        with pytest.raises(RuntimeError, match=r"leaf \('a', 'b', 'c'\) must start with"):
+            TensorDict(outer({"a": outer({"b": outer({"c": torch.ones(3)})})}), [2])
+        with pytest.raises(RuntimeError, match=r"leaf \('a', 'b', 'c'\) must start with"):
+            TensorDict({}, [2]).set("a", outer({"b": outer({"c": torch.ones(3)})}))
+
+    def test_wrong_key(self, outer):
+        """A key that is no string."""
+        with pytest.raises(TypeError, match=r"got 3. It is in \('a', 'b'\)"):
+            TensorDict({"a": outer({"b": outer({3: torch.ones(2)})})}, [2])
+
+    def test_mapping_in_itself(self, outer):
+        """It has no end."""
+        endless = outer()
+        endless["a"] = endless
+        with pytest.raises(ValueError, match=r"cannot contain itself, as key \('a', 'a', 'a'\)"):
+            TensorDict(endless, [2])
+        with pytest.raises(ValueError, match="cannot contain itself"):
+            TensorDict({}, [2]).set("b", endless)
+
+
+def test_a_refused_leaf_leaves_nothing_behind():
+    """Nested containers are made for a leaf that is taken only."""
+    td = TensorDict({"n": {}}, [2])
+    for key in (("a", "b", "c"), ("n", "m", "x")):
+        with pytest.raises(RuntimeError, match="must start with the batch size"):
+            td.set(key, torch.ones(3))
+    assert list(td.keys(True)) == ["n"]
+    td.set(("a", "b", "c"), torch.ones(2))
+    assert ("a", "b", "c") in td
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_unflatten_keys_beside_nested_ones(order):
+    """What was nested before and what becomes so end in one container, in any order."""
+    x = torch.ones(2)
+    items = [("a", {"c": x}), ("a.b", x)][::order]
+    assert set(TensorDict(dict(items), [2]).unflatten_keys().keys(True, True)) == {
+        ("a", "b"),
+        ("a", "c"),
+    }
+    for clash in ([("a", {"b": x}), ("a.b", x)], [("a", x), ("a.b", x)]):
+        with pytest.raises(KeyError, match=r"two leaves would have the key|is a leaf, not nested"):
+            TensorDict(dict(clash[::order]), [2]).unflatten_keys()
