@@ -74,7 +74,7 @@ class Pool:
         self._idle: list[Any] = []
         self._busy: dict[Any, Task] = {}
         # Which chunk each worker is at, in memory that outlives it.
-        self._at = MemoryMappedTensor.zeros(workers, dtype=torch.int64)
+        self._at: Any = MemoryMappedTensor.zeros(workers, dtype=torch.int64)
         self._dismissed = False
         # In time for the end of the interpreter, which waits for processes.
         self._finalizer = util.Finalize(
@@ -154,6 +154,7 @@ class Pool:
 
     def stop(self, *, kill: bool) -> None:
         """End all workers and wait for them; kill them where they may be busy."""
+        self._at = None  # an exception may keep this pool for a while, and a descriptor with it
         if kill:
             self._finalizer()
             return

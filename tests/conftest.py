@@ -1,6 +1,7 @@
 """What the tests share: scratch files, snapshots of directories, and other processes."""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -149,6 +150,12 @@ def mapped(path):
     name = os.path.realpath(path)
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         return sum(line.rstrip("\n").endswith(name) for line in lines)
+
+
+def settled_descriptors():
+    """Count them when nothing is left to be collected of tests that ran before."""
+    gc.collect()
+    return descriptors()
 
 
 def descriptors():

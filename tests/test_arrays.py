@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import descriptors, mapped
+from conftest import descriptors, mapped, settled_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,7 +135,7 @@ def test_attributes(numbers, mode):
 def test_holds_no_descriptor(numbers):
     """An open array holds no descriptor, and dropped it leaves no map."""
     path, _ = numbers
-    before = descriptors()
+    before = settled_descriptors()
     array = mmtensor.open_array(path, "f4", mode="r+")
     view = array[3:5]
     assert (descriptors(), mapped(path)) == (before, 1)

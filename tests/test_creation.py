@@ -8,7 +8,7 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 import pytest
 import torch
-from conftest import descriptors
+from conftest import descriptors, settled_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -521,7 +521,7 @@ def test_inferred_shape_of_a_block(block):
 )
 def test_wrong_blocks(block, what, arguments, error, message):
     """What does not fit a block is an error, and no descriptor is left."""
-    before = descriptors()
+    before = settled_descriptors()
     with pytest.raises(error, match=message):
         MemoryMappedTensor.from_shared_memory(block if what is None else what, *arguments)
     assert descriptors() == before

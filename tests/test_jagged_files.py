@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import descriptors
+from conftest import descriptors, settled_descriptors
 
 import mmtensor
 from mmtensor import JaggedTensor, JaggedWriter, MemoryMappedTensor, rawfile
@@ -439,7 +439,7 @@ def test_after_a_crash_while_replacing(step, tmp_path, run):
 def test_opening_holds_no_descriptor(tmp_path):
     """A jagged tensor of files keeps no descriptor open, in any mode."""
     write(tmp_path)
-    before = descriptors()
+    before = settled_descriptors()
     kept = [open_it(tmp_path, mode=mode) for mode in MODES]
     assert descriptors() == before
     for _ in range(3):
@@ -451,7 +451,7 @@ def test_opening_holds_no_descriptor(tmp_path):
 
 def test_one_block_holds_it_all():
     """An anonymous jagged tensor holds one descriptor, whatever it consists of."""
-    before = descriptors()
+    before = settled_descriptors()
     kept = [JaggedTensor.zeros([[1], [2]]) for _ in range(10)]
     assert descriptors() == before + 10
     del kept

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from conftest import descriptors
+from conftest import descriptors, settled_descriptors
 from jagged_children import (
     answer,
     double,
@@ -205,7 +205,7 @@ def test_queues(method, library, tmp_path):
             else:
                 assert got == expected
         if mode == "c":
-            before = descriptors()
+            before = settled_descriptors()
     assert descriptors() <= before + 4
     inward.put(None)
     child.join(PATIENCE)

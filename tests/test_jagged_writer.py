@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import descriptors
+from conftest import descriptors, settled_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -348,7 +348,7 @@ def test_a_second_writer_is_kept_out(path):
 
 def test_a_closed_writer(path):
     """A closed writer takes nothing, closes again without a word, and holds no descriptor."""
-    before = descriptors()
+    before = settled_descriptors()
     writer = JaggedWriter(path, "uint8", 2)
     assert descriptors() == before + 3
     assert not writer.closed

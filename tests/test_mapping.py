@@ -9,7 +9,7 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 import pytest
 import torch
-from conftest import descriptors, mapped
+from conftest import descriptors, mapped, settled_descriptors
 
 import mmtensor.mapping
 from mmtensor import MemoryMappedTensor
@@ -37,7 +37,7 @@ class FileContract(TensorContract):
 
     def test_no_descriptor(self, tmp_path, values):
         """An open tensor holds one map and no descriptor; dropped, it leaves neither."""
-        before = descriptors()
+        before = settled_descriptors()
         x = self.make(tmp_path, values)
         view = x[1].unsqueeze(0)
         del x
@@ -99,7 +99,7 @@ class TestNumpyMemmap(FileContract):
 
     def test_no_descriptor(self, tmp_path, values):
         """The tensor keeps its own map when NumPy's is gone."""
-        before = descriptors()
+        before = settled_descriptors()
         x = self.make(tmp_path, values)
         gc.collect()
         assert (descriptors(), mapped(tmp_path / "x.bin")) == (before, 1)
@@ -132,7 +132,7 @@ class TestAnonymousMemory(TensorContract):
 
     def test_one_descriptor_and_no_name(self, tmp_path, values):
         """A block costs one descriptor, has no name, and leaves nothing behind."""
-        before = descriptors()
+        before = settled_descriptors()
         x = self.make(tmp_path, values)
         fd = x.untyped_storage().mapping.fd
         assert descriptors() == before + 1
@@ -271,7 +271,7 @@ def test_deleted_file(numbers):
 def test_threads_open_one_file(numbers):
     """Threads that open one file at once share one map, and nothing is left afterwards."""
     path, values = numbers
-    before = descriptors()
+    before = settled_descriptors()
     opened = []
     start = threading.Barrier(8)
 
@@ -359,7 +359,7 @@ def test_thread_opens_what_is_dropped(numbers, mode):
 
 def test_failed_opening_leaves_nothing(numbers):
     """A file that does not fit leaves no descriptor and no map."""
-    before = descriptors()
+    before = settled_descriptors()
     for mode in ("r", "r+", "c", None):
         with pytest.raises(ValueError, match="its size is 48 bytes"):
             open_(numbers[0], mode, (5, 5))
@@ -368,7 +368,7 @@ def test_failed_opening_leaves_nothing(numbers):
 
 def test_failed_map_leaves_nothing():
     """A block that cannot be mapped closes its descriptor."""
-    before = descriptors()
+    before = settled_descriptors()
     with pytest.raises(OSError, match=f"cannot reserve {2**62} bytes of shared memory"):
         SharedMapping.create(2**62)
     fd = os.open("/", os.O_RDONLY)

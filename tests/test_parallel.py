@@ -16,7 +16,7 @@ import cloudpickle
 import map_functions as fn
 import pytest
 import torch
-from conftest import ROOT, descriptors
+from conftest import ROOT, descriptors, settled_descriptors
 
 from mmtensor import JaggedTensor, MapError, MemoryMappedTensor, ReadOnlyError, TensorDict, pool
 
@@ -433,7 +433,7 @@ def test_no_descriptor_is_left(forked, source, tmp_path):
     td = source(tmp_path)
     for options in (FORK, {"executor": forked}):
         td.map(fn.double, chunksize=0, **options)
-        before = descriptors()
+        before = settled_descriptors()
         td.map(fn.double, chunksize=0, **options)
         assert descriptors() == before
 
@@ -599,7 +599,7 @@ def test_a_lambda_does_not_go_to_running_processes(forked, tmp_path):
 
 def test_a_partial_with_data_goes_to_processes(tmp_path):
     """A function with data in it is looked at without a copy of the data, and works."""
-    before = descriptors()
+    before = settled_descriptors()
     weights = MemoryMappedTensor.from_tensor(torch.arange(4.0))
     function = functools.partial(_weigh, weights=weights)
     result = on_files(tmp_path).map(function, chunksize=0, **FORK)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, descriptors, snapshot
+from conftest import ROOT, descriptors, settled_descriptors, snapshot
 
 import mmtensor
 from mmtensor import MemoryMappedTensor, rawfile
@@ -470,7 +470,7 @@ def test_names(tmp_path, name, kind):
 def test_wrong_names(tmp_path, monkeypatch, name, error, message):
     """What is no name of a file is an error, and no file appears."""
     monkeypatch.chdir(tmp_path)
-    before = descriptors()
+    before = settled_descriptors()
     for attempt in (
         lambda: mmtensor.open_array(name, int),
         lambda: mmtensor.save_array(name, np.ones(3)),
