@@ -435,11 +435,12 @@ def test_no_descriptor_is_left(forked, source, tmp_path):
         td.map(fn.double, chunksize=0, **options)
         before = settled_descriptors()
         td.map(fn.double, chunksize=0, **options)
-        # multiprocessing closes what it has handed on in a thread of its own.
+        # multiprocessing closes what it has handed on in a thread of its own: what `before`
+        # still counts may be closed since, and what was handed on since may be open still.
         deadline = time.monotonic() + SOON
-        while descriptors() != before and time.monotonic() < deadline:
+        while descriptors() > before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 @pytest.mark.parametrize("chunksize", [0, 1])
