@@ -424,6 +424,8 @@ class NewFile:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if isinstance(value, OSError) and value.errno is not None and value.filename is None:
+            value.filename = self.path  # a full disk does not say which file it was for
         self._release()
 
     def __del__(self) -> None:

@@ -495,3 +495,17 @@ def test_durable_write(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", watch)
     mmtensor.save_array(tmp_path / "x", np.arange(3), durable=True)
     assert synced == [(stat.S_IFREG, False), (stat.S_IFDIR, True)]
+
+
+@pytest.mark.parametrize("name", [None, "other"])
+def test_errors_while_writing_name_the_file(tmp_path, name):
+    """A descriptor has no name, and so has what the system says of one."""
+    path = str(tmp_path / "x")
+    error = OSError(errno.ENOSPC, "No space left on device", name)
+    with (
+        pytest.raises(OSError, match="No space left on device: ") as caught,
+        rawfile.NewFile(path),
+    ):
+        raise error
+    assert caught.value.filename == (name or path)
+    assert os.listdir(tmp_path) == []
