@@ -15,6 +15,7 @@ import torch
 import mmtensor
 
 from .common import MMT, TDT, FreshFile, new_directory
+from .system import drop_pages
 
 _COUNT, _ROW, _BATCH = 100_000, 12_288, 256
 
@@ -32,14 +33,6 @@ def _file() -> str:
     return path
 
 
-def _drop(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 class _Cold(FreshFile):
     """256 random rows of 12 KB, others each time."""
 
@@ -53,7 +46,7 @@ class _Cold(FreshFile):
     def before(self, library: str) -> Any:
         """Drop the pages of the file and open it."""
         path = _file()
-        _drop(path)
+        drop_pages(path)
         shape = (_COUNT, _ROW)
         x: Any
         if library == "mmtensor":

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import limited
+from .system import drop_pages
 
 __all__ = ["CASES", "LimitedPass", "one_pass"]
 
@@ -64,7 +65,7 @@ def one_pass(limit: str, mode: str, path: str) -> int:
     RuntimeError
         If the pass did not complete.
     """
-    _drop(path)
+    drop_pages(path)  # which belong to the group that read them first
     with _group(limit) as group:
         how = ["group", group] if group else ["data", str(_LIMIT)]
         # -P: pickle is the standard library's, not the benchmark beside the program.
@@ -105,15 +106,6 @@ def _new_group() -> tuple[str, str]:
         path, knob = os.path.join(_GROUPS["v2"], name), "memory.max"
     os.mkdir(path)
     return path, knob
-
-
-def _drop(path: str) -> None:
-    """Take a file out of the page cache, whose pages belong to the group that read them first."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def _new_file(directory: str) -> str:

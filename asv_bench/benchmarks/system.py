@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 
-__all__ = ["CREATE", "map_and_unmap", "rename_noreplace"]
+__all__ = ["CREATE", "drop_pages", "map_and_unmap", "rename_noreplace"]
 
 CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
 
@@ -36,3 +36,12 @@ def rename_noreplace(source: bytes, target: bytes) -> None:
     """Call renameat2(2) with ``RENAME_NOREPLACE``."""
     if _libc.renameat2(-100, source, -100, target, 1):
         raise OSError(ctypes.get_errno(), "renameat2")
+
+
+def drop_pages(path: str) -> None:
+    """Take a file out of the page cache; pages that are not on the disk or are mapped stay."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
