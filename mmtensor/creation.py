@@ -87,7 +87,7 @@ def from_tensor(
     if type(input) is not Tensor and hasattr(input, "full_tensor"):
         input = input.full_tensor()  # a DTensor, whose parts are elsewhere
     if isinstance(input, Tensor) and input.is_nested:
-        return jagged().from_nested(input, filename, existsok, copy_data, shape)  # type: ignore[no-any-return]
+        return jagged().from_nested(input, filename, existsok, copy_data, shape)  # type: ignore[no-any-return]  # of jagged
     check_regular(input)
     canonical_name(input.dtype)
     path = None if filename is None else absolute(filename)
@@ -197,7 +197,7 @@ def filled(
 ) -> _T:
     """Make a tensor of one value; see `MemoryMappedTensor.full`."""
     if type(shape) is not tuple:  # a table: everything else is a tuple by now
-        return jagged().filled(shape, dtype, fill_value, filename, existsok, preallocate)  # type: ignore[no-any-return]
+        return jagged().filled(shape, dtype, fill_value, filename, existsok, preallocate)  # type: ignore[no-any-return]  # of jagged
     found = torch.get_default_dtype() if dtype is None else native_dtype(dtype)
     nbytes = byte_count(shape, found.itemsize)
     path = None if filename is None else absolute(filename)
@@ -263,4 +263,4 @@ def from_source(
         check_regular(source)
         check_device(source.device)
         result = on_same_memory(kind, source)
-    return result if index is None else result[index]  # type: ignore[no-any-return]
+    return result if index is None else result[index]  # type: ignore[no-any-return]  # any index

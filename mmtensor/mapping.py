@@ -3,7 +3,6 @@
 import errno
 import os
 import struct
-import weakref
 from collections.abc import Iterable
 from os.path import samestat as same_file
 from typing import Any
@@ -329,13 +328,7 @@ def map_descriptor(
             found = _current(key, status)
     if found is None:
         mapping = FileMapping(fd, status, path, mode, offset, nbytes)
-        pages = mapping._pages
-        pages.reference = reference = weakref.ref(mapping)
-        pages.keys.append(key)
-        if live_mappings.setdefault(key, reference) is reference:  # as nearly always
-            return mapping
-        pages.keys.clear()
-        found = share(mapping, pages, key)
+        found = share(mapping, mapping._pages, key)
     found.size = status.st_size
     return found
 

@@ -14,7 +14,7 @@ from torch.multiprocessing import reductions as _reductions
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
-from mmtensor.storage import PROTOTYPES, TORCH_DTYPES, WORDS, MappedStorage, storage_on, tensor_on
+from mmtensor.storage import TORCH_DTYPES, WORDS, MappedStorage, storage_on, tensor_on
 
 __all__ = [
     "UNREADABLE",
@@ -133,12 +133,7 @@ def _open_view(
     if mapping is None:
         mapping = find_file(reference)
         _last = (reference, weakref.ref(mapping))
-    found = TORCH_DTYPES[dtype]
-    storage = mapping.storage and mapping.storage()
-    if storage is None:
-        tensor = tensor_on(mapping, found, size, stride, start)
-    else:  # as `tensor_on` does, which asks more first
-        tensor = PROTOTYPES[found].new_empty(0).set_(storage, start, size, stride)
+    tensor = tensor_on(mapping, TORCH_DTYPES[dtype], size, stride, start)
     tensor.__class__ = _kind
     return tensor
 

@@ -15,7 +15,6 @@ from mmtensor.mapping import Mapping, MemoryMapping
 
 __all__ = [
     "HAVE_GUARD",
-    "PROTOTYPES",
     "TORCH_DTYPES",
     "WORDS",
     "MappedStorage",
@@ -44,7 +43,7 @@ _native: dict[torch.dtype, np.dtype[Any]] = {
 }
 # new_empty of one of these is quicker than torch.empty (0.5 us of 0.8), and no default
 # device applies.
-PROTOTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in TORCH_DTYPES.values()}
+_prototypes = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in TORCH_DTYPES.values()}
 # An integer of each size, to see the bytes of dtypes that NumPy lacks.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _torch_cache: dict[Any, torch.dtype] = {dtype: dtype for dtype in TORCH_DTYPES.values()}
@@ -219,7 +218,7 @@ def tensor_on(
             _new_storage(mapping, tensor)
             return tensor
     storage = storage_on(mapping)
-    tensor = PROTOTYPES[dtype].new_empty(0)
+    tensor = _prototypes[dtype].new_empty(0)
     return tensor.set_(storage, start, shape, c_strides(shape) if strides is None else strides)
 
 

@@ -284,5 +284,5 @@ def test_large_batch(monkeypatch, path, dtype, there):
     assert torch.equal(x[ids].view(torch.uint8), expected)
     assert torch.equal(TensorDict({"x": x}, [64])[ids]["x"].view(torch.uint8), expected)
     assert torch.equal(x[ids.view(4, 16)].view(torch.uint8), expected.view(4, 16, -1))
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index 64 is out of bounds for dimension 0 with size 64"):
         x[ids + 64]
