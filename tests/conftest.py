@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 # Before torch is imported: the threads of OpenMP do not survive a fork, and tests fork.
@@ -155,6 +156,7 @@ def mapped(path):
 def settled_descriptors():
     """Count them when nothing is left to be collected of tests that ran before."""
     gc.collect()
+    time.sleep(0.2)  # multiprocessing closes what it has handed on in a thread of its own
     return descriptors()
 
 
