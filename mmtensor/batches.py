@@ -13,8 +13,15 @@ from torch import Tensor
 from mmtensor.indexing import carried
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
-from mmtensor.mapping import FileMapping, Mapping
-from mmtensor.prefetch import LARGE, are_absent, populate, will_need_ranges, will_need_rows
+from mmtensor.mapping import FileMapping
+from mmtensor.prefetch import (
+    LARGE,
+    are_absent,
+    is_warm,
+    populate,
+    will_need_ranges,
+    will_need_rows,
+)
 from mmtensor.tree import Tree
 
 __all__ = ["Batches"]
@@ -108,7 +115,7 @@ class _Gatherer:
                 self.entries.append(_Entry(number, key, None, leaf, _words(leaf)))
         return count
 
-    def _leaves_on_files(self) -> list[tuple[Any, Mapping]]:
+    def _leaves_on_files(self) -> list[tuple[Any, FileMapping]]:
         """Return the leaves that may have to be read, those with the largest rows first."""
         found = [
             (entry.leaf, mapping)
@@ -133,12 +140,13 @@ class _Gatherer:
 
     def is_absent(self, number: int) -> bool:
         """Whether some rows of a batch are not in memory, as far as a few of them tell."""
-        if not self._files:
+        files = [pair for pair in self._files[:_LEAVES] if not is_warm(pair[1])]
+        if not files:
             return False
         start, stop = self._bounds(number)
         step = -(-(stop - start) // _SAMPLES)
         some = [int(one) for one in self._numbers[start:stop:step]]
-        for leaf, mapping in self._files[:_LEAVES]:
+        for leaf, mapping in files:
             if isinstance(leaf, JaggedTensor):
                 starts, stops = _ranges(leaf, np.array(some, np.int64))
                 positions = starts[starts < stops].tolist()

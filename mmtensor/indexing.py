@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
-from mmtensor.storage import mapping_of
+from mmtensor.storage import NATIVE, as_array
 
 __all__ = ["carried", "gather", "rows", "scatter", "select"]
 
 # index_select moves bytes, whatever they mean, and exists for these dtypes; views of the
 # others (unsigned integers, float8) as one of them take its road too.
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_NAMES = {1: "u1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 _is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
@@ -44,6 +43,18 @@ def rows(index: Any, length: int) -> Any:
         int64 or int32 row numbers with at least one dimension, as given (negative and out
         of range ones too); None for every other kind of index.
     """
+    if (
+        type(index) is Tensor
+        and index.dtype is torch.int64
+        and index.is_cpu
+        and index.layout is torch.strided
+        and not _is_wrapped(index)
+    ):
+        return index if index.dim() else None
+    return _unusual_rows(index, length)
+
+
+def _unusual_rows(index: Any, length: int) -> Any:
     kind = type(index)
     if kind is list:
         # Lists of plain ints or bools; torch reads a list of anything else as a tuple.
@@ -82,9 +93,9 @@ def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
     """Return ``tensor[index]`` for row numbers `ids` that `rows` made of `index`."""
     if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0:
         return _getitem(tensor, index)
-    flat = ids.reshape(-1)
+    flat = ids if ids.dim() == 1 else ids.reshape(-1)
     out = None
-    if has_bytes(flat) and flat.numel() >= FEW_ROWS:
+    if flat.numel() >= FEW_ROWS and has_bytes(flat):
         read_ahead(tensor, flat)
         out = new_rows(tensor, flat.numel())
     try:
@@ -129,12 +140,15 @@ def scatter(tensor: Tensor, index: Any, ids: Tensor, value: Any) -> None:
     value
         What came on the right.
     """
-    source = _value_rows(tensor, ids, value)
-    if source is not None:
+    given = _value_rows(tensor, ids, value)
+    if given is not None:
+        # Both as the same words, so that bytes are copied whatever they mean.
+        plain = tensor.dtype in NATIVE
         try:
-            _as_words(tensor)[_as_words(ids)] = source
-        except IndexError:
-            pass  # NumPy looks at all indices before it writes; torch's own error follows
+            source, target = _memory(given, plain), _memory(tensor, plain)
+            target[_memory(ids, True)] = source
+        except (IndexError, RuntimeError, TypeError):
+            pass  # NumPy looks at everything before it writes; torch's own error follows
         else:
             # Autograd must notice a write that went past it.
             torch.autograd.graph.increment_version(tensor)
@@ -142,40 +156,41 @@ def scatter(tensor: Tensor, index: Any, ids: Tensor, value: Any) -> None:
     _setitem(tensor, index, value)
 
 
-def _value_rows(tensor: Tensor, ids: Tensor, value: Any) -> Any:
-    """Return a value as an array that NumPy broadcasts as torch does, or None."""
-    if type(value) in (int, float, bool, complex):
+def _value_rows(tensor: Tensor, ids: Tensor, value: Any) -> Tensor | None:
+    """Return a value as a tensor that NumPy broadcasts as torch does, or None."""
+    if not isinstance(value, Tensor):
+        if type(value) not in (int, float, bool, complex):
+            return None
         try:
             value = torch.scalar_tensor(value, dtype=tensor.dtype, device="cpu")
         except (RuntimeError, TypeError, ValueError, OverflowError):
             return None
-    elif not isinstance(value, Tensor):
+    if value.dtype is not tensor.dtype:
         return None
-    shape = value.shape
+    shape, rest = value.shape, tensor.shape[1:]
+    if shape and shape not in (rest, (*ids.shape, *rest)):
+        return None
     if (
-        tensor.is_conj()
-        or tensor.is_neg()
-        or 0 in tensor.stride()  # expanded: torch has something to say about that
-        or value.dtype is not tensor.dtype
-        or value.device.type != "cpu"
+        0 in tensor.stride()  # expanded: torch has something to say about that
         or value.layout is not torch.strided
-        or value.is_conj()
-        or value.is_neg()
-        or not (shape == (*ids.shape, *tensor.shape[1:]) or shape == tensor.shape[1:] or not shape)
         or value.untyped_storage() is tensor.untyped_storage()
     ):
         return None
-    return _as_words(value)
+    detached: Tensor = value.detach() if value.requires_grad else value
+    return detached
 
 
-def _as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor's memory as a NumPy array of integers or complex numbers of its size."""
-    words = Tensor.view(tensor.detach(), _CARRIER[tensor.itemsize])
-    mapping = mapping_of(words)
+def _memory(tensor: Tensor, plain: bool) -> np.ndarray[Any, Any]:
+    """Return a tensor's memory as an array of its own dtype, or of words of its size.
+
+    Raises
+    ------
+    RuntimeError, TypeError
+        If it has none: it is conjugated, negated or not on the CPU.
+    """
+    words = tensor if plain else Tensor.view(tensor, _CARRIER[tensor.itemsize])
+    mapping = getattr(words.untyped_storage(), "mapping", None)
     if mapping is None or mapping.mode.writeable:
         return Tensor.numpy(words)
     # torch gives no array of a read-only tensor, but its values may well be written elsewhere.
-    itemsize = words.itemsize
-    steps = tuple([step * itemsize for step in words.stride()])
-    dtype = np.dtype(_NAMES[itemsize])
-    return mapping.view(dtype, tuple(words.shape), steps, int(words.storage_offset()) * itemsize)
+    return as_array(words)

@@ -55,6 +55,8 @@ class FileMapping(Mapping):
         Bytes in the file when it was mapped.
     status : os.stat_result
         What fstat(2) said then: which file it is, whatever its name is by now.
+    warm_until : int
+        Before this time (`time.perf_counter_ns`), what is read is taken to be in memory.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class FileMapping(Mapping):
         "path",
         "size",
         "status",
+        "warm_until",
     )
 
     def __init__(
@@ -76,6 +79,7 @@ class FileMapping(Mapping):
         self.offset: int = offset
         self.size = status.st_size
         self.status = status
+        self.warm_until = 0
         self._handle: bytes | None = None
         self._cached: Reference | None = None
 

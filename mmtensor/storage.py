@@ -15,6 +15,7 @@ from mmtensor.mapping import Mapping, MemoryMapping
 
 __all__ = [
     "HAVE_GUARD",
+    "NATIVE",
     "TORCH_DTYPES",
     "WORDS",
     "MappedStorage",
@@ -36,7 +37,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
 # The NumPy dtypes that torch.from_numpy takes as they are.
-_native: dict[torch.dtype, np.dtype[Any]] = {
+NATIVE: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(DTYPES[name][1])
     for name, dtype in TORCH_DTYPES.items()
     if DTYPES[name][0] == "numpy"
@@ -210,8 +211,8 @@ def tensor_on(
     start
         First element, counted from the start of the mapping.
     """
-    if mapping.storage is None and strides is None and start == 0 and dtype in _native:
-        array = np.ndarray(shape, _native[dtype], np.asarray(mapping))
+    if mapping.storage is None and strides is None and start == 0 and dtype in NATIVE:
+        array = np.ndarray(shape, NATIVE[dtype], np.asarray(mapping))
         if array.nbytes == mapping.nbytes:
             # A new mapping, all of it: the tensor that makes the storage is the result.
             tensor = torch.from_numpy(array)
@@ -267,7 +268,7 @@ def words(tensor: Tensor) -> np.ndarray[Any, Any]:
             int(tensor.storage_offset()) * itemsize,
         )
     plain = tensor.as_subclass(Tensor) if type(tensor) is not Tensor else tensor
-    if plain.dtype in _native:
+    if plain.dtype in NATIVE:
         return Tensor.numpy(plain)
     return Tensor.numpy(plain.view(WORDS[tensor.itemsize]))
 

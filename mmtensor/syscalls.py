@@ -6,7 +6,7 @@ import os
 import platform
 import struct
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "HAVE_MMAP",
@@ -25,6 +25,7 @@ __all__ = [
     "pwritev",
     "rename_exchange",
     "rename_noreplace",
+    "touch",
     "written_pages",
 ]
 
@@ -66,6 +67,10 @@ if HAVE_MMAP:
     _pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     _mincore = _quick.mincore
     _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    # Reads the byte at an address, and keeps the GIL, the waiting for which would look like
+    # waiting for a disk.
+    touch: Any = _quick.strnlen
+    touch.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _answer = ctypes.c_ubyte()
     _answer_address = ctypes.addressof(_answer)
     # struct file_handle { unsigned int handle_bytes; int handle_type; unsigned char f_handle[]; }
@@ -76,6 +81,8 @@ if HAVE_MMAP:
         _name_to_handle_at = _libc.name_to_handle_at
     _msync = _libc.msync
     _msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+else:
+    touch = ctypes.string_at
 
 
 def _error(filename: str | None = None) -> OSError:

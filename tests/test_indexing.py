@@ -1,6 +1,7 @@
 """Gathering and scattering rows: the fast road against plain torch."""
 
 import contextlib
+import re
 import warnings
 
 import numpy as np
@@ -190,6 +191,39 @@ def test_memory_mapped_mask(path, mode):
     x[mask] = torch.ones(3)
     x[torch.t(mask)] += 1
     assert x[:, 0].tolist() == [2, 3, 2, 9]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag.to_sparse(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        torch.tensor([1.0, 2.0], requires_grad=True),
+        torch.tensor([1.0, 2.0]).expand(3, 2),
+        torch.tensor([1.0, 2.0], dtype=torch.float16),
+        torch.tensor(5.0),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["conj", "sparse", "neg", "grad", "expanded", "half", "scalar", "meta"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_odd_values(path, value, dtype):
+    """Values that NumPy cannot read end as torch has it: written, or its own error."""
+    plain = torch.zeros(5, 2, dtype=dtype)
+    x = MemoryMappedTensor.from_tensor(plain, filename=path)
+    ids = torch.tensor([4, 0, 2])
+    values = [value, value.to(dtype)] if dtype.is_complex or not value.is_complex() else []
+    for rows in values:
+        with torch.no_grad():
+            try:
+                plain[ids] = rows
+            except Exception as error:  # noqa: BLE001  # whatever torch raises
+                with pytest.raises(type(error), match=re.escape(str(error)[:30])):
+                    x[ids] = rows
+            else:
+                x[ids] = rows
+        assert torch.equal(x, plain)
 
 
 def test_scatter_onto_itself():

@@ -1,6 +1,7 @@
 """Asking the kernel for rows."""
 
 import re
+import time
 
 import numpy as np
 import pytest
@@ -215,6 +216,32 @@ class TestReadAhead:
         assert torch.equal(x[ids], values[ids])
         assert asked == []
 
+    def test_a_file_that_is_in_memory_is_not_looked_at_for_a_while(self, rows, asked, monkeypatch):
+        """Where all was in memory nobody looks again, until some time has passed."""
+        x, values = rows
+        ids = torch.arange(32)
+        monkeypatch.setattr(prefetch, "_WHILE", 3_600_000_000_000)
+        assert torch.equal(x[ids], values[ids])
+        looked = []
+        monkeypatch.setattr(prefetch, "is_resident", looked.append)
+        assert torch.equal(x[ids], values[ids])
+        assert len(list(TensorDict({"x": x}, [64]).batches(32))) == 2
+        assert looked == []
+        x.untyped_storage().mapping.warm_until = 0
+        assert torch.equal(x[ids], values[ids])
+        assert looked == [x.data_ptr()]
+        assert len(asked) == 1
+
+    def test_somebody_elses_file(self, rows, asked, monkeypatch):
+        """Linux says that every page of it is in memory; how long it takes to read tells."""
+        x, values = rows
+        monkeypatch.setattr(prefetch, "is_resident", lambda _: True)
+        monkeypatch.setattr(prefetch, "touch", lambda *_: time.sleep(0.001))
+        ids = torch.arange(32)
+        for number in range(2):
+            assert torch.equal(x[ids], values[ids])
+            assert len(asked) == number + 1
+
     @pytest.mark.usefixtures("cold")
     def test_small_batch(self, rows, asked):
         """A batch of few rows or few bytes is left alone."""
@@ -271,11 +298,33 @@ def test_a_kernel_that_cannot_populate(monkeypatch):
     prefetch.populate(array.ctypes.data, array.nbytes)
 
 
+def test_new_memory_that_is_there_is_seldom_looked_at(monkeypatch, path):
+    """The longer the C library hands out memory that is there, the less often it is looked at."""
+    there, calls, looks = True, 0, []
+
+    def is_resident(_):
+        looks.append(calls)
+        return there
+
+    monkeypatch.setattr(prefetch, "is_resident", is_resident)
+    monkeypatch.setattr(prefetch, "_rest", 0)
+    monkeypatch.setattr(prefetch, "_pause", 0)
+    x = MemoryMappedTensor.zeros(64, 1 << 14, filename=path)
+    for calls in range(50):  # noqa: B007  # `is_resident` uses it
+        prefetch.new_rows(x, 64)
+    assert looks == [0, 2, 6, 14, 30, 46]
+    there = False
+    for calls in range(50, 70):  # noqa: B007
+        prefetch.new_rows(x, 64)
+    assert looks[6:] == list(range(62, 70))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("there", [True, False])
 def test_large_batch(monkeypatch, path, dtype, there):
     """A batch of megabytes holds the rows that were asked for, on memory old or new."""
     monkeypatch.setattr(prefetch, "is_resident", lambda _: there)
+    monkeypatch.setattr(prefetch, "_rest", 0)
     values = torch.arange(64 << 16).view(64, -1).remainder(100).to(dtype)
     x = MemoryMappedTensor.from_tensor(values, filename=path)
     ids = torch.arange(-32, 32)

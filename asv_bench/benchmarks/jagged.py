@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from joblib.externals.loky import get_reusable_executor
 from mmap_ninja.ragged import RaggedMmap
 from safetensors import safe_open
 
@@ -280,6 +281,9 @@ class BuildWithTwo(_Building):
         """Let the processes end."""
         if library == "mmtensor":
             self.executor.shutdown()
+        if library == "mmap_ninja":
+            # Those of joblib would hold this process up for the five minutes that they wait.
+            get_reusable_executor().shutdown()
         super().teardown(library)
 
     def mmap_ninja(self) -> Callable[[str], Any]:
