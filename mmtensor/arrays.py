@@ -1,6 +1,5 @@
 """NumPy arrays over mappings: open, create, save, locate. Usable without torch."""
 
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ import numpy.typing as npt
 
 from mmtensor.dtypes import numpy_dtype
 from mmtensor.geometry import as_offset, as_shape, byte_count
-from mmtensor.mapping import FileMapping, Mapping, map_descriptor, map_file
-from mmtensor.modes import MODES, ModeName, resolve_mode
+from mmtensor.mapping import FileMapping, Mapping, map_file, map_new
+from mmtensor.modes import ModeName, resolve_mode
 from mmtensor.rawfile import CHUNK, NewFile, Path, absolute, reserve, write_chunks
 
 __all__ = [
@@ -234,7 +233,7 @@ def create_array(
     name = absolute(path)
     with NewFile(name, existsok=existsok, nbytes=nbytes) as file:
         reserve(file.fd, nbytes, preallocate=preallocate)
-        mapping = map_descriptor(file.fd, os.fstat(file.fd), name, MODES["r+"], 0, nbytes)
+        mapping = map_new(file.fd, name, nbytes)
         file.publish()
     return _array_on(mapping, found, sizes)
 

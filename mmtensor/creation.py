@@ -12,10 +12,17 @@ from mmtensor.arrays import byte_chunks
 from mmtensor.dtypes import canonical_name
 from mmtensor.errors import GradientError
 from mmtensor.geometry import as_shape, byte_count
-from mmtensor.mapping import FileMapping, Mapping, SharedMapping, map_descriptor
-from mmtensor.modes import MODES
+from mmtensor.mapping import FileMapping, Mapping, SharedMapping, map_new
 from mmtensor.rawfile import CHUNK, Chunk, NewFile, Path, absolute, reserve, write_chunks
-from mmtensor.storage import as_kind, mapping_of, native_dtype, on_same_memory, tensor_on, words
+from mmtensor.storage import (
+    NATIVE,
+    as_kind,
+    mapping_of,
+    native_dtype,
+    on_same_memory,
+    tensor_on,
+    words,
+)
 from mmtensor.tables import is_table, jagged
 
 __all__ = [
@@ -143,20 +150,21 @@ def _write(
             reserve(file.fd, nbytes, preallocate=preallocate)
         else:
             write_chunks(file.fd, chunks, nbytes)
-        mapping = map_descriptor(file.fd, os.fstat(file.fd), path, MODES["r+"], 0, nbytes)
+        mapping = map_new(file.fd, path, nbytes)
         file.publish()
     return mapping
 
 
 def chunks_of(tensor: Tensor) -> Iterable[Chunk]:
     """Return the bytes of a tensor in C order, in pieces that need little extra memory."""
-    if (
-        tensor.is_contiguous()
-        and tensor.is_cpu
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.numel()
-    ):
-        return (words(tensor),)
+    if tensor.is_contiguous() and tensor.is_cpu and tensor.numel():
+        if type(tensor) is Tensor and tensor.dtype in NATIVE:
+            try:
+                return (Tensor.numpy(tensor),)  # at a third of what follows
+            except RuntimeError:
+                pass  # read-only, or its bytes are not yet what its values are
+        if not (tensor.is_conj() or tensor.is_neg()):
+            return (words(tensor),)
     return _pieces(tensor)
 
 

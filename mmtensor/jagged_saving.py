@@ -8,8 +8,7 @@ import numpy as np
 
 from mmtensor.jagged_files import Files, locked, marker, names_of
 from mmtensor.jagged_layout import Integers
-from mmtensor.mapping import FileMapping, map_descriptor
-from mmtensor.modes import MODES
+from mmtensor.mapping import map_new
 from mmtensor.rawfile import Chunk, NewFile, reserve, write_all, write_chunks
 
 __all__ = ["publish", "write_files"]
@@ -62,19 +61,15 @@ def write_files(
         table = shapes.reshape(-1)
         write_all(third.fd, table.data if length or ndim == 1 else marker(ndim))
         files = Files(
-            _map_new(first, nbytes),
-            _map_new(second, offsets.nbytes),
-            _map_new(third, shapes.nbytes),
+            map_new(first.fd, first.path, nbytes),
+            map_new(second.fd, second.path, offsets.nbytes),
+            map_new(third.fd, third.path, shapes.nbytes),
             length,
             ndim,
             total,
         )
         publish(first, second, third, existsok=existsok)
     return files
-
-
-def _map_new(file: NewFile, nbytes: int) -> FileMapping:
-    return map_descriptor(file.fd, os.fstat(file.fd), file.path, MODES["r+"], 0, nbytes)
 
 
 def publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: bool) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "find_file",
     "map_descriptor",
     "map_file",
+    "map_new",
 ]
 
 # Machine, device and inode of a file; the kernel's handle of it follows.
@@ -59,16 +60,10 @@ class FileMapping(Mapping):
         Before this time (`time.perf_counter_ns`), what is read is taken to be in memory.
     """
 
-    __slots__ = (
-        "_cached",
-        "_handle",
-        "_pages",
-        "offset",
-        "path",
-        "size",
-        "status",
-        "warm_until",
-    )
+    # At first, which costs nothing.
+    warm_until = 0
+    _handle: bytes | None = None
+    _cached: Reference | None = None
 
     def __init__(
         self, fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
@@ -79,9 +74,6 @@ class FileMapping(Mapping):
         self.offset: int = offset
         self.size = status.st_size
         self.status = status
-        self.warm_until = 0
-        self._handle: bytes | None = None
-        self._cached: Reference | None = None
 
     def flush(self, start: int = 0, nbytes: int | None = None) -> None:
         """Write a range of bytes to stable storage (``r+``) and wait."""
@@ -335,6 +327,16 @@ def map_descriptor(
         found = share(mapping, mapping._pages, key)
     found.size = status.st_size
     return found
+
+
+def map_new(fd: int, path: str, nbytes: int) -> FileMapping:
+    """Map a file that was just made, all of it, under the name that it will have."""
+    status = os.fstat(fd)
+    mapping = FileMapping(fd, status, path, MODES["r+"], 0, nbytes)
+    if nbytes:
+        key = (path, status.st_dev, status.st_ino, "r+", 0, nbytes)
+        share(mapping, mapping._pages, key)
+    return mapping
 
 
 def _current(key: tuple[Any, ...], status: os.stat_result) -> FileMapping | None:

@@ -156,22 +156,28 @@ class Pages:
     ----------
     base, length
         What to unmap.
-    owner
+
+    Attributes
+    ----------
+    fd : int
+        What to close; -1: nothing.
+    owner : mmap.mmap or None
         The map, where the module `mmap` made it.
+    keys : list
+        Under which the mapping is found in `live_mappings`.
+    reference : weakref.ref or None
+        What is found there.
     """
 
-    __slots__ = ("base", "fd", "keys", "length", "owner", "reference")
+    # Usually as here, which costs nothing.
+    fd = -1
+    owner: Any = None
+    reference: weakref.ref[Any] | None = None
 
-    keys: list[Any]
-    reference: weakref.ref[Any] | None
-
-    def __init__(self, base: int, length: int, owner: Any = None) -> None:
+    def __init__(self, base: int, length: int) -> None:
         self.base = base
         self.length = length
-        self.keys = []
-        self.fd = -1
-        self.owner = owner
-        self.reference = None
+        self.keys: list[Any] = []
 
     # The default arguments keep what is needed reachable while the interpreter ends.
     def __del__(
@@ -223,8 +229,9 @@ def map_pages(fd: int, offset: int, nbytes: int, mode: Mode) -> tuple[int, Pages
         return base + delta, Pages(base, length)
     delta = offset % _mmap_module.ALLOCATIONGRANULARITY
     access = _mmap_module.ACCESS_WRITE if mode.shared else _mmap_module.ACCESS_COPY
-    owner = _mmap_module.mmap(fd, nbytes + delta, access=access, offset=offset - delta)
-    return np.frombuffer(owner, np.uint8).ctypes.data + delta, Pages(0, 0, owner)
+    pages = Pages(0, 0)
+    pages.owner = _mmap_module.mmap(fd, nbytes + delta, access=access, offset=offset - delta)
+    return np.frombuffer(pages.owner, np.uint8).ctypes.data + delta, pages
 
 
 def _map_otherwise(error: OSError, fd: int, offset: int, length: int, mode: Mode) -> int:

@@ -108,16 +108,24 @@ def absolute(path: Path) -> str:
     >>> absolute("/data/../data/x.bin")
     '/data/x.bin'
     """
+    if (
+        type(path) is str
+        and _PLAIN
+        and path[:1] == "/"
+        and path[-1] != "/"
+        and "//" not in path
+        and "/." not in path
+        and "\0" not in path
+    ):
+        return path  # the usual case, at a third of the cost
     try:
-        name = path if type(path) is str else os.fsdecode(path)
+        name = os.fsdecode(path)
     except TypeError:
         raise TypeError(f"filename must be a str, bytes or a path, got {path!r}.") from None
     if not name:
         raise ValueError("filename must name a file, got an empty string.")
     if "\0" in name:  # where C would end the name, and mean another file
         raise ValueError(f"filename must have no null byte, got {name!r}.")
-    if _PLAIN and name[0] == "/" and "//" not in name and "/." not in name and name[-1] != "/":
-        return name  # the usual case, at a third of the cost
     if ".." in name:
         # abspath takes "link/.." away as text; the system follows the link first.
         directory, last = os.path.split(name)
@@ -308,14 +316,14 @@ class NewFile:
         If the directory cannot be written to.
     """
 
-    __slots__ = ("_existsok", "_permissions", "_temporary", "fd", "path")
+    # At first, whatever interrupt comes.
+    fd = -1
+    _permissions: int | None = None
+    _temporary: str | None = None
 
     def __init__(self, path: str, *, existsok: bool = False, nbytes: int = 0) -> None:
-        self.fd = -1
         self.path = path
         self._existsok = existsok
-        self._permissions: int | None = None
-        self._temporary: str | None = None
         if existsok or nbytes > CHUNK:
             self._check_target()
         directory = path.rpartition(os.sep)[0] or os.sep
@@ -430,17 +438,17 @@ class NewFile:
 
     def __del__(self) -> None:
         # Ctrl-C can come before the `with` statement has the file, or after it has it no more.
-        if getattr(self, "fd", -1) >= 0 or getattr(self, "_temporary", None) is not None:
+        if self.fd >= 0 or self._temporary is not None:
             self._release()
 
     def _release(self) -> None:
-        fd, self.fd = self.fd, -1
         if self._temporary is not None:
             try:
                 os.unlink(self._temporary)
             except FileNotFoundError:
                 pass  # renamed just before an interrupt came
             self._temporary = None
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -33,28 +33,11 @@ from mmtensor.manifest import (
     name_of,
     owned,
 )
-from mmtensor.mapping import FileMapping, map_descriptor
-from mmtensor.modes import MODES
+from mmtensor.mapping import FileMapping, map_new
 from mmtensor.rawfile import reserve, write_all, write_chunks
 from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
 
 __all__ = ["save", "sync_directories"]
-
-
-# NumPy shares the memory of these with torch. None of them can be conjugated.
-_PLAIN = frozenset(
-    (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-)
 
 
 class _Leaf(NamedTuple):
@@ -215,19 +198,7 @@ def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
     if value.requires_grad:
         value = value.detach()
     nbytes = byte_count(shape, dtype.itemsize)
-    chunks: Iterable[Any] | None
-    if like:
-        chunks = None
-    elif (
-        type(value) is Tensor
-        and dtype in _PLAIN
-        and value.is_cpu
-        and value.is_contiguous()
-        and not value.is_neg()
-    ):
-        chunks = (Tensor.numpy(value),)  # at a third of the price of `chunks_of`
-    else:
-        chunks = chunks_of(value)
+    chunks = None if like else chunks_of(value)
     mapping = _new_file(entry.file, place, root, path, chunks, nbytes)
     return mapping, dtype, shape
 
@@ -244,7 +215,7 @@ def _new_file(
             reserve(fd, nbytes)
         else:
             write_chunks(fd, chunks, nbytes)
-        return map_descriptor(fd, os.fstat(fd), f"{path}/{name}", MODES["r+"], 0, nbytes)
+        return map_new(fd, f"{path}/{name}", nbytes)
     finally:
         os.close(fd)
 

@@ -211,7 +211,7 @@ def tensor_on(
     start
         First element, counted from the start of the mapping.
     """
-    if mapping.storage is None and strides is None and start == 0 and dtype in NATIVE:
+    if strides is None and not start and mapping.storage is None and dtype in NATIVE:
         array = np.ndarray(shape, NATIVE[dtype], np.asarray(mapping))
         if array.nbytes == mapping.nbytes:
             # A new mapping, all of it: the tensor that makes the storage is the result.

@@ -40,6 +40,7 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _MS_SYNC = 4 if LINUX else 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_ENCODING, _ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 PAGE = os.sysconf("SC_PAGE_SIZE") if HAVE_MMAP else 4096
 
 if HAVE_MMAP:
@@ -163,7 +164,7 @@ def link_descriptor(fd: int, path: str) -> None:
     See linkat(2), on ``O_TMPFILE``.
     """
     global _links_descriptors
-    target = os.fsencode(path)
+    target = path.encode(_ENCODING, _ERRORS)  # as os.fsencode does
     if _links_descriptors:
         if not _libc.linkat(fd, b"", _AT_FDCWD, target, _AT_EMPTY_PATH):
             return
