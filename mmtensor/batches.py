@@ -17,6 +17,7 @@ from mmtensor.mapping import FileMapping
 from mmtensor.prefetch import (
     LARGE,
     are_absent,
+    byte_ranges,
     is_warm,
     populate,
     will_need_ranges,
@@ -148,8 +149,7 @@ class _Gatherer:
         some = [int(one) for one in self._numbers[start:stop:step]]
         for leaf, mapping in files:
             if isinstance(leaf, JaggedTensor):
-                starts, stops = _ranges(leaf, np.array(some, np.int64))
-                positions = starts[starts < stops].tolist()
+                positions = _ranges(leaf, np.array(some, np.int64))[0].tolist()
             elif leaf.numel():
                 width = leaf.stride(0) * leaf.itemsize
                 base = leaf.storage_offset() * leaf.itemsize
@@ -167,10 +167,7 @@ class _Gatherer:
         ids = self._ids(number)
         for leaf, mapping in self._files:
             if isinstance(leaf, JaggedTensor):
-                starts, stops = _ranges(leaf, np.sort(ids.numpy()))
-                if len(starts):
-                    order = starts.argsort(kind="stable")
-                    will_need_ranges(mapping, starts[order], stops[order])
+                will_need_ranges(mapping, *_ranges(leaf, ids.numpy()))
             else:
                 will_need_rows(mapping, leaf, ids)
 
@@ -266,10 +263,7 @@ class _Gatherer:
 def _ranges(leaf: JaggedTensor, ids: Any) -> tuple[Any, Any]:
     """Return which bytes of its mapping some elements are."""
     starts, stops = leaf._bounds()
-    values = leaf._parts.values
-    itemsize = values.itemsize
-    base = values.storage_offset() * itemsize
-    return base + starts.take(ids) * itemsize, base + stops.take(ids) * itemsize
+    return byte_ranges(leaf._parts.values, starts.take(ids), stops.take(ids))
 
 
 def _number(name: str, value: Any, least: int) -> int:

@@ -39,8 +39,9 @@ from mmtensor.jagged_searching import JaggedSearch
 from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
+from mmtensor.prefetch import byte_ranges, read_ranges_ahead, will_need_ranges
 from mmtensor.reference import UNREADABLE, for_checkpoint, keep_until_started
-from mmtensor.storage import as_array, refuse_write
+from mmtensor.storage import as_array, mapping_of, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor
 
@@ -244,6 +245,7 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence
             or np.bitwise_or.reduce(shapes, axis=None) < 0
         ):
             check_rows(starts, stops, shapes, total)
+        read_ranges_ahead(parts.values, starts, stops)
         return self._of(Parts(self._copy(starts, counts, offsets, stops), offsets, shapes))
 
     def _copy(
@@ -266,6 +268,38 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence
         if self._memory is None:
             self._memory = as_array(self._parts.values).view(np.uint8).data
         return self._memory  # type: ignore[no-any-return]  # it was set above
+
+    def prefetch(self, ids: Any) -> None:
+        """Ask the kernel to read these elements from the file, and do not wait for it.
+
+        ``j[ids]`` does so itself where elements are not in memory.
+
+        Parameters
+        ----------
+        ids
+            Numbers of elements: a 1-D sequence, array or tensor of integers, a mask, or a slice.
+
+        Raises
+        ------
+        IndexError
+            If a number is out of range.
+        TypeError
+            If `ids` are no such numbers.
+
+        Examples
+        --------
+        >>> j = mmtensor.JaggedTensor.zeros([[2, 3], [4, 1]], filename="prefetched.bin")
+        >>> j.prefetch([1])
+        """
+        if isinstance(ids, slice):
+            ids = np.arange(*ids.indices(self._length))
+        rows = row_numbers(ids, self._length)
+        values = self._parts.values
+        mapping = mapping_of(values)
+        if mapping is not None:
+            # Offsets that lead elsewhere are an error when the element is read.
+            bounds = [np.clip(part.take(rows), 0, len(values)) for part in self._bounds()]
+            will_need_ranges(mapping, *byte_ranges(values, *bounds))
 
     def __getitems__(self, indices: list[int]) -> list[Self]:
         """Gather a batch for `torch.utils.data.DataLoader`: a list of one jagged tensor."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmtensor.pages
-from mmtensor import MemoryMappedTensor, TensorDict, prefetch, syscalls
+from mmtensor import JaggedTensor, MemoryMappedTensor, TensorDict, prefetch, syscalls
 from mmtensor.syscalls import PAGE
 
 
@@ -200,6 +200,56 @@ class TestReadAhead:
         asked.clear()
         assert torch.equal(td.__getitems__(ids.tolist())["x"], values[ids])
         assert len(asked) == 64
+
+    @pytest.mark.usefixtures("cold")
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+    def test_cold_batch_of_a_jagged_tensor(self, path, asked, dtype):
+        """A large batch of elements is asked for as well, empty elements left out."""
+        elements = [torch.full((i % 5, 16384), i % 100, dtype=dtype) for i in range(40)]
+        j = JaggedTensor.from_tensors(elements, filename=path)
+        ids = np.arange(39, -1, -2)
+        for index in (ids, torch.from_numpy(ids), ids.tolist()):
+            asked.clear()
+            for number, element in zip(ids, j[index], strict=True):
+                assert torch.equal(element, elements[number])
+            first = j.values.data_ptr()
+            pages = {page for low, high in asked for page in range(low // PAGE, high // PAGE)}
+            needed = set()
+            for number in ids:
+                low = first + j.offsets[number] * j.dtype.itemsize
+                high = first + j.offsets[number + 1] * j.dtype.itemsize
+                needed.update(range(low // PAGE, -(-high // PAGE)))
+            assert pages == needed
+        asked.clear()
+        assert torch.equal(j[1:3][[0, 1]][1], elements[2])
+        assert torch.equal(TensorDict({"j": j}, [40])[torch.from_numpy(ids)]["j"][1], elements[37])
+        assert len(asked) == 13  # 16 have elements, and 3 pairs only an empty one between them
+
+    @pytest.mark.usefixtures("cold")
+    def test_jagged_tensors_that_are_left_alone(self, path, asked):
+        """Few elements or bytes, and memory that is no file."""
+        small = JaggedTensor.from_tensors([torch.ones(3)] * 40, filename=path)
+        assert len(small[range(40)]) == 40
+        regular = JaggedTensor.from_tensors([torch.ones(1 << 14)] * 40)
+        assert len(regular[range(40)]) == 40
+        regular.prefetch(range(40))
+        assert asked == []
+
+    def test_asking_for_elements(self, path, asked):
+        """`prefetch` asks for what is named, slices and masks too."""
+        j = JaggedTensor.from_tensors([torch.ones(1024)] * 4 + [torch.ones(0)], filename=path)
+        first = j.values.data_ptr()
+        for ids in ([1, -2], slice(1, 4, 2), torch.tensor([False, True, False, True, False])):
+            asked.clear()
+            j.prefetch(ids)
+            assert asked == [(first + i * PAGE, first + (i + 1) * PAGE) for i in (1, 3)]
+        asked.clear()
+        j[::-1].prefetch([0, 1])
+        assert asked == [(first + 3 * PAGE, first + 4 * PAGE)]
+        with pytest.raises(IndexError, match="element 5 is out of range for 5 elements"):
+            j.prefetch([5])
+        with pytest.raises(TypeError, match="an index must be"):
+            j.prefetch([0.5])
 
     @pytest.mark.usefixtures("cold")
     def test_negative_numbers(self, rows, asked):
