@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmtensor import joining
+from mmtensor.leaves import name_path
 from mmtensor.shaping import dimension
 from mmtensor.tree import Tree
 
@@ -149,7 +150,8 @@ class Cut:
             return
         for number, result in enumerate(results, first):
             try:
-                out[self.index(number)] = _result(result)
+                _refuse_casts(out, _result(result))
+                out[self.index(number)] = result
             except Exception as error:
                 raise Misfit(number) from error
 
@@ -173,7 +175,7 @@ class Cut:
         place = out[self.range(first, first + len(results))]
         if isinstance(joined, Tensor):
             # Any other shape would be broadcast another way than its parts are.
-            if not isinstance(place, Tensor) or place.shape != joined.shape:
+            if not isinstance(place, Tensor) or not _is_like(joined, place):
                 return False
             place.copy_(joined)
             return True
@@ -187,7 +189,7 @@ class Cut:
             if (
                 not isinstance(leaf, Tensor)
                 or not isinstance(target, Tensor)
-                or target.shape != leaf.shape
+                or not _is_like(leaf, target)
             ):
                 return False
             pairs.append((target, leaf))
@@ -236,6 +238,31 @@ def _result(result: Any) -> Any:
     raise TypeError(
         f"with out=, fn must return a tensor or TensorDict for every chunk, got {type(result)!r}."
     )
+
+
+def _is_like(value: Tensor, target: Tensor) -> bool:
+    return value.shape == target.shape and torch.can_cast(value.dtype, target.dtype)
+
+
+def _refuse_casts(out: Any, result: Any) -> None:
+    """Raise if `out` cannot hold fractions or imaginary parts that a result may have.
+
+    As ``out=`` of torch does, and unlike an assignment.
+    """
+    for path, leaf in result._flat() if isinstance(result, Tree) else [((), result)]:
+        target = out
+        for key in path:
+            target = _child(target, key)
+        if (
+            isinstance(leaf, Tensor)
+            and isinstance(target, Tensor)
+            and not torch.can_cast(leaf.dtype, target.dtype)
+        ):
+            what = f"leaf {name_path(path)}" if path else "the result"
+            raise TypeError(
+                f"{what} is of {leaf.dtype}, which {target.dtype} of out cannot hold. Convert it "
+                f"in fn, for example with .to({target.dtype}), or make out of {leaf.dtype}."
+            )
 
 
 def _child(tree: Any, key: str) -> Any:

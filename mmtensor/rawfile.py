@@ -80,6 +80,8 @@ _SMALL = 1 << 16
 CHUNK = 1 << 22
 _ONCE = 1 << 30
 _ZEROS = bytes(_SMALL)
+# Characters that take at most 255 bytes, which file systems allow in a name.
+_SURELY_SHORT = 64
 _QUICK_LOOK = os.access in os.supports_follow_symlinks
 _TMPFILE = getattr(os, "O_TMPFILE", 0) if LINUX else 0
 # What open(2) says of a file system that cannot make unnamed files.
@@ -88,13 +90,15 @@ _PLAIN = os.sep == "/" and os.altsep is None
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def absolute(path: Path) -> str:
+def absolute(path: Path, *, directory: bool = False) -> str:
     """Return a path as an absolute string, so that it survives a change of directory.
 
     Parameters
     ----------
     path
         A str, bytes or path-like object.
+    directory
+        Whether it is to name a directory, and so may end with a slash.
 
     Raises
     ------
@@ -102,6 +106,8 @@ def absolute(path: Path) -> str:
         If it is none of those.
     ValueError
         If it is empty or has a null byte in it.
+    IsADirectoryError
+        If it ends as the name of a directory does, and `directory` is false.
 
     Examples
     --------
@@ -126,12 +132,15 @@ def absolute(path: Path) -> str:
         raise ValueError("filename must name a file, got an empty string.")
     if "\0" in name:  # where C would end the name, and mean another file
         raise ValueError(f"filename must have no null byte, got {name!r}.")
+    if not directory and name.endswith((os.sep, os.altsep or os.sep)):
+        what = "filename must name a file, but ends as the name of a directory does"
+        raise IsADirectoryError(errno.EISDIR, what, name)
     if ".." in name:
         # abspath takes "link/.." away as text; the system follows the link first.
-        directory, last = os.path.split(name)
+        head, last = os.path.split(name)
         if last in ("", ".", ".."):
             return os.path.realpath(name)
-        return os.path.join(os.path.realpath(directory), last)
+        return os.path.join(os.path.realpath(head), last)
     return os.path.abspath(name)
 
 
@@ -345,7 +354,10 @@ class NewFile:
 
     def _check_target(self) -> None:
         # Usually nothing is there, which lstat would say with an exception, at ten times the cost.
-        if _QUICK_LOOK and not os.access(self.path, os.F_OK, follow_symlinks=False):
+        # It also says that a name is too long.
+        length = len(self.path) - self.path.rfind(os.sep)
+        quick = _QUICK_LOOK and length < _SURELY_SHORT
+        if quick and not os.access(self.path, os.F_OK, follow_symlinks=False):
             return
         try:
             status = os.lstat(self.path)

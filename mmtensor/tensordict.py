@@ -342,7 +342,7 @@ class TensorDict(Upward):
         >>> np.fromfile("saved/x.memmap", "int64")
         array([0, 1, 2])
         """
-        path = absolute(prefix)
+        path = absolute(prefix, directory=True)
         if not return_early:
             return save(self, path, num_threads=num_threads, existsok=existsok)
         return _later(save, self._shallow(), path, num_threads=num_threads, existsok=existsok)
@@ -386,7 +386,7 @@ class TensorDict(Upward):
                 "move. Use td.memmap(prefix), which returns another one."
             )
         self._check_owner("memmap_")
-        path = absolute(prefix)
+        path = absolute(prefix, directory=True)
         if not return_early:
             self._take(save(self, path, num_threads=num_threads, existsok=existsok), path)
             return self
@@ -428,7 +428,8 @@ class TensorDict(Upward):
         >>> td["x"]
         MemoryMappedTensor([0., 0., 0.])
         """
-        return save(self, absolute(prefix), like=True, existsok=existsok)  # type: ignore[no-any-return]
+        path = absolute(prefix, directory=True)
+        return save(self, path, like=True, existsok=existsok)  # type: ignore[no-any-return]
 
     save = memmap
 
@@ -465,12 +466,12 @@ class TensorDict(Upward):
         >>> TensorDict.load_memmap("again", mode="r")["x"].sum()
         tensor(3)
         """
-        return load(cls, absolute(prefix), mode)  # type: ignore[no-any-return]
+        return load(cls, absolute(prefix, directory=True), mode)  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls, prefix: Path, mode: ModeName | None = None) -> Self:
         """Do what `load_memmap` does."""
-        return load(cls, absolute(prefix), mode)  # type: ignore[no-any-return]
+        return load(cls, absolute(prefix, directory=True), mode)  # type: ignore[no-any-return]
 
     def flush(self) -> None:
         """Write the changes in all leaves to stable storage, and wait.

@@ -66,7 +66,8 @@ class Upward(Keyed):
             None: for all that it has.
         out
             A TensorDict or tensor that gets the results, with the size of this one along
-            `dim`. Memory-mapped, workers write to it and nothing comes back.
+            `dim` and dtypes that hold them. Memory-mapped, workers write to it and nothing
+            comes back.
         chunksize
             Elements in a chunk. 0: the function gets each element, without the dimension.
         num_chunks

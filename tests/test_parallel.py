@@ -578,7 +578,7 @@ def test_a_worker_of_a_cluster_dies(dask_executor, tmp_path):
 def test_results_that_an_executor_cannot_send(forked, method, tmp_path):
     """A result that somebody else's executor cannot pickle is an error that names the chunks."""
     td = on_files(tmp_path)
-    with pytest.raises(MapError, match=r"Can't pickle local object.*at work on chunk"):
+    with pytest.raises(MapError, match=r"Can't (pickle|get) local object.*at work on chunk"):
         list(getattr(td, method)(fn.unpicklable, chunksize=0, executor=forked))
 
 
@@ -649,6 +649,23 @@ def test_results_that_do_not_fit_out(how, kind, tmp_path):
         out = out.memmap(tmp_path / "out")
     with pytest.raises(MapError, match=r"chunk \d of 9.*leaf 'y' takes shape \[7\]"):
         on_files(tmp_path).map(fn.double, chunksize=0, out=out, **how)
+
+
+@pytest.mark.parametrize("kind", ["files", "regular"])
+def test_out_that_cannot_hold_the_results(how, kind, tmp_path):
+    """Fractions are not cut off in an out of integers, and integers become fractions."""
+    out = TensorDict({"y": torch.zeros(ROWS, 4, dtype=torch.int64)}, [ROWS])
+    if kind == "files":
+        out = out.memmap(tmp_path / "out")
+    message = r"chunk 0 of 9.*leaf 'y' is of torch.float32, which torch.int64 of out cannot hold"
+    with pytest.raises(MapError, match=message):
+        on_files(tmp_path).map(fn.double, chunksize=0, out=out, **how)
+    assert not out["y"].any()
+    with pytest.raises(MapError, match=r"the result is of torch.float32, which torch.int64"):
+        on_files(tmp_path).map(fn.total, chunksize=0, out=torch.zeros(ROWS).long(), **how)
+    wide = torch.zeros(ROWS, dtype=torch.float64)
+    assert on_files(tmp_path).map(fn.total, chunksize=0, out=wide, **how) is wide
+    assert torch.equal(wide, X.sum(-1).double())
 
 
 def test_small_results_are_not_broadcast_together(how, tmp_path):
@@ -888,9 +905,9 @@ def test_results_of_several_dtypes(workers, chunksize):
     one_by_one = list(td.map_iter(function, chunksize=chunksize, num_workers=workers))
     assert [x.dtype for x in one_by_one] == [x.dtype for x in results]
     assert all(torch.equal(*pair) for pair in zip(one_by_one, results, strict=True))
-    out = MemoryMappedTensor.zeros(200, dtype=torch.int64)
+    out = MemoryMappedTensor.zeros(200, dtype=torch.float64)
     td.map(function, chunksize=chunksize, out=out, num_workers=workers)
-    assert out.tolist() == [int(x) for result in results for x in result.reshape(-1)]
+    assert out.tolist() == [float(x) for result in results for x in result.reshape(-1)]
 
 
 def test_worker_killed_in_the_middle_of_a_message(monkeypatch):

@@ -465,6 +465,8 @@ def test_names(tmp_path, name, kind):
         (None, TypeError, "filename must be a str, bytes or a path, got None"),
         (["x"], TypeError, r"filename must be a str, bytes or a path, got \['x'\]"),
         ("a\0b", ValueError, "null byte"),
+        ("new/", IsADirectoryError, "ends as the name of a directory does: 'new/'"),
+        ("sub/new//", IsADirectoryError, "ends as the name of a directory does"),
     ],
 )
 def test_wrong_names(tmp_path, monkeypatch, name, error, message):
@@ -481,6 +483,21 @@ def test_wrong_names(tmp_path, monkeypatch, name, error, message):
             attempt()
     assert snapshot(tmp_path) == {}
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("existsok", [False, True])
+@pytest.mark.parametrize("character", ["n", "\N{SNOWMAN}"])
+def test_a_name_that_is_too_long_is_refused_first(tmp_path, monkeypatch, character, existsok):
+    """What will take long to write is not written when its name cannot be given."""
+    written = []
+    monkeypatch.setattr(rawfile, "write_chunks", lambda *_: written.append(1))
+    name = tmp_path / (character * (256 // len(character.encode()) + 1))
+    with pytest.raises(OSError, match="File name too long") as error:
+        mmtensor.save_array(name, np.zeros(1 << 20), existsok=existsok)
+    assert error.value.errno == errno.ENAMETOOLONG
+    assert error.value.filename == str(name)
+    assert written == []
+    assert snapshot(tmp_path) == {}
 
 
 def test_durable_write(tmp_path, monkeypatch):
