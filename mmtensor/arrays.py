@@ -250,7 +250,8 @@ def save_array(
     path
         A str, bytes or path-like object.
     array
-        The values. Another byte order or memory layout is converted on the way.
+        The values. Another memory layout is converted on the way, and so is another byte
+        order: such a file is opened with ``dtype.newbyteorder("=")``.
     existsok
         Whether an existing file is replaced. Whoever has it mapped keeps the old one.
     durable

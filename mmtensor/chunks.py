@@ -150,7 +150,7 @@ class Cut:
             return
         for number, result in enumerate(results, first):
             try:
-                _refuse_casts(out, _result(result))
+                _check_result(out, result)
                 out[self.index(number)] = result
             except Exception as error:
                 raise Misfit(number) from error
@@ -232,23 +232,21 @@ def _dtypes(result: Any) -> Any:
     return getattr(result, "dtype", None)
 
 
-def _result(result: Any) -> Any:
-    if isinstance(result, Tensor | Tree):
-        return result
-    raise TypeError(
-        f"with out=, fn must return a tensor or TensorDict for every chunk, got {type(result)!r}."
-    )
-
-
 def _is_like(value: Tensor, target: Tensor) -> bool:
     return value.shape == target.shape and torch.can_cast(value.dtype, target.dtype)
 
 
-def _refuse_casts(out: Any, result: Any) -> None:
-    """Raise if `out` cannot hold fractions or imaginary parts that a result may have.
+def _check_result(out: Any, result: Any) -> None:
+    """Raise if `out` cannot hold what a result may be: leaves, fractions, imaginary parts.
 
     As ``out=`` of torch does, and unlike an assignment.
     """
+    if not isinstance(result, Tensor | Tree) or isinstance(result, Tree) != isinstance(out, Tree):
+        what = "a TensorDict" if isinstance(out, Tree) else "a tensor"
+        raise TypeError(
+            f"with out=, fn must return a tensor or TensorDict for every chunk, as out is: "
+            f"{what}, got {type(result)!r}."
+        )
     for path, leaf in result._flat() if isinstance(result, Tree) else [((), result)]:
         target = out
         for key in path:

@@ -57,8 +57,8 @@ def as_shape(shape: object, *, infer: bool = False) -> tuple[int, ...]:
     if sizes and min(sizes) < 0:
         unknown = sizes.count(-1)
         if min(sizes) < -1 or not infer:
-            allowed = "non-negative" if not infer else "non-negative, or -1 once"
-            raise ShapeError(f"shape must have {allowed} sizes only, got {sizes}.")
+            allowed = "" if not infer else ", or one -1"
+            raise ShapeError(f"shape must have non-negative sizes only{allowed}, got {sizes}.")
         if unknown > 1:
             raise ShapeError(f"shape must have at most one -1, got {sizes}.")
     return sizes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from mmtensor.indexing import rows
+from mmtensor.indexing import is_traced, rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
 from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
@@ -117,7 +117,7 @@ def _advanced(tree: Tree, index: Any, ids: Tensor | None) -> Any:
 
 def _gathered(tree: Tree, index: Any, ids: Tensor | None, size: torch.Size, dims: int) -> Any:
     leaves: dict[str, Any] = {}
-    quick = ids if ids is not None and ids.dim() == 1 else None
+    quick = ids if ids is not None and ids.dim() == 1 and not is_traced() else None
     many = quick is not None and has_bytes(quick) and quick.numel() >= FEW_ROWS
     many = many and not is_compiling()
     for key, leaf in tree._all().items():
@@ -269,4 +269,6 @@ def _assign_leaf(path: Any, leaf: Any, index: tuple[Any, ...], new: Any) -> None
         if isinstance(leaf, JaggedTensor) and isinstance(value, int | float | complex):
             leaf[number].fill_(value)
         else:
-            leaf[number] = value
+            # Of strings that came from files, and are unlocked by now, as well.
+            put: Any = list.__setitem__ if isinstance(leaf, list) else type(leaf).__setitem__
+            put(leaf, number, value)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
 from mmtensor.storage import NATIVE, as_array
 
-__all__ = ["carried", "gather", "rows", "scatter", "select"]
+__all__ = ["carried", "gather", "is_traced", "rows", "scatter", "select"]
 
 # index_select moves bytes, whatever they mean, and exists for these dtypes; views of the
 # others (unsigned integers, float8) as one of them take its road too.
@@ -23,8 +23,15 @@ _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 _is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+is_traced: Any = torch._C._is_tracing
+_count_modes: Any = torch._C._len_torch_dispatch_stack
 _getitem = Tensor.__getitem__
 _setitem = Tensor.__setitem__
+
+
+def _is_listened_to() -> bool:
+    """Whether somebody writes down which operators run, and so must hear torch's own."""
+    return is_traced() or _count_modes() > 0  # type: ignore[no-any-return]  # bools
 
 
 def rows(index: Any, length: int) -> Any:
@@ -91,7 +98,7 @@ def carried(tensor: Tensor) -> Tensor:
 
 def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
     """Return ``tensor[index]`` for row numbers `ids` that `rows` made of `index`."""
-    if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0:
+    if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0 or _is_listened_to():
         return _getitem(tensor, index)
     flat = ids if ids.dim() == 1 else ids.reshape(-1)
     out = None
@@ -140,7 +147,7 @@ def scatter(tensor: Tensor, index: Any, ids: Tensor, value: Any) -> None:
     value
         What came on the right.
     """
-    given = _value_rows(tensor, ids, value)
+    given = None if _is_listened_to() else _value_rows(tensor, ids, value)
     if given is not None:
         # Both as the same words, so that bytes are copied whatever they mean.
         plain = tensor.dtype in NATIVE
@@ -165,7 +172,7 @@ def _value_rows(tensor: Tensor, ids: Tensor, value: Any) -> Tensor | None:
             value = torch.scalar_tensor(value, dtype=tensor.dtype, device="cpu")
         except (RuntimeError, TypeError, ValueError, OverflowError):
             return None
-    if value.dtype is not tensor.dtype:
+    if value.dtype is not tensor.dtype or _is_wrapped(value):
         return None
     shape, rest = value.shape, tensor.shape[1:]
     if shape and shape not in (rest, (*ids.shape, *rest)):

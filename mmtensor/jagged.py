@@ -39,9 +39,9 @@ from mmtensor.jagged_searching import JaggedSearch
 from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
-from mmtensor.prefetch import byte_ranges, read_ranges_ahead, will_need_ranges
+from mmtensor.prefetch import read_ranges_ahead, will_need_elements
 from mmtensor.reference import UNREADABLE, for_checkpoint, keep_until_started
-from mmtensor.storage import as_array, mapping_of, refuse_write
+from mmtensor.storage import as_array, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor
 
@@ -221,9 +221,7 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence
 
     def _gather(self, ids: Integers) -> Self:
         """Copy elements into regular memory."""
-        rows = ids
-        if self._step != 1:
-            rows = ids * self._step
+        rows = ids if self._step == 1 else ids * self._step
         if self._first:
             rows = rows + self._first
         parts = self._parts
@@ -291,15 +289,8 @@ class JaggedTensor(JaggedConstructors, JaggedConversions, JaggedSearch, Sequence
         >>> j = mmtensor.JaggedTensor.zeros([[2, 3], [4, 1]], filename="prefetched.bin")
         >>> j.prefetch([1])
         """
-        if isinstance(ids, slice):
-            ids = np.arange(*ids.indices(self._length))
-        rows = row_numbers(ids, self._length)
-        values = self._parts.values
-        mapping = mapping_of(values)
-        if mapping is not None:
-            # Offsets that lead elsewhere are an error when the element is read.
-            bounds = [np.clip(part.take(rows), 0, len(values)) for part in self._bounds()]
-            will_need_ranges(mapping, *byte_ranges(values, *bounds))
+        bounds = [part.take(row_numbers(ids, self._length)) for part in self._bounds()]
+        will_need_elements(self._parts.values, *bounds)
 
     def __getitems__(self, indices: list[int]) -> list[Self]:
         """Gather a batch for `torch.utils.data.DataLoader`: a list of one jagged tensor."""

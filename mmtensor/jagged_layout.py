@@ -194,7 +194,7 @@ def row_numbers(index: Any, length: int) -> Integers:
     Parameters
     ----------
     index
-        A 1-D sequence, array or tensor of integers, or of bools (a mask).
+        A slice, or a 1-D sequence, array or tensor of integers, or of bools (a mask).
     length
         How many elements there are.
 
@@ -209,6 +209,8 @@ def row_numbers(index: Any, length: int) -> Integers:
         raise TypeError(
             "a jagged tensor takes one index: j[i], and j[i][a, b] for a place inside an element."
         )
+    if isinstance(index, slice):
+        return np.arange(*index.indices(length))
     array = np.asarray(index)
     if array.ndim != 1:
         raise TypeError(

@@ -20,6 +20,7 @@ from mmtensor.chunks import Cut, Misfit, are_alike
 __all__ = [
     "FAILED",
     "JOINED",
+    "MISFIT",
     "MISSING",
     "NOTHING",
     "RESULTS",
@@ -34,7 +35,8 @@ __all__ = [
 
 # What a task comes to: every result was None or is written; the results joined, or in a list;
 # an exception of the function; the worker does not have the job.
-NOTHING, JOINED, RESULTS, FAILED, MISSING = range(5)
+# Or a result that does not fit into `out`.
+NOTHING, JOINED, RESULTS, FAILED, MISSING, MISFIT = range(6)
 
 # Jobs that a worker of somebody else's executor holds: as many as may run side by side in it.
 # What is in them stays in memory until others come.
@@ -96,7 +98,7 @@ class Outcome(NamedTuple):
     Parameters
     ----------
     kind
-        `NOTHING`, `JOINED`, `RESULTS`, `FAILED` or `MISSING`.
+        `NOTHING`, `JOINED`, `RESULTS`, `FAILED`, `MISSING` or `MISFIT`.
     seconds
         How long all chunks together took.
     value
@@ -198,7 +200,7 @@ class Job:
             return outcome._replace(value=value, last=last)
         except Misfit as error:
             cause = error.__cause__ or error
-            return Outcome(FAILED, 0.0, portable(cause) if away else cause, error.chunk)
+            return Outcome(MISFIT, 0.0, portable(cause) if away else cause, error.chunk)
         except Exception as error:  # noqa: BLE001  # it is raised where the map was called
             return Outcome(FAILED, 0.0, portable(error) if away else error, number)
         except BaseException as error:

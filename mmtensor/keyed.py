@@ -199,10 +199,13 @@ class Keyed(Tree):
         if type(key) is not str:
             path = path_of(key)
             if len(path) > 1:
-                self._place(path, value)
+                if not self._locks or self._seek(path) is not value:
+                    self._place(path, value)
                 return self
             key = path[0]
         if self._locks:
+            if self._seek((key,)) is value:
+                return self  # td["x"] += 1 has changed it, and sets it
             self._check_unlocked(f"set key {key!r}")
         if type(value) in DENSE_TYPES:
             size = self._batch_size
@@ -264,7 +267,9 @@ class Keyed(Tree):
         >>> td.set_("x", torch.ones(2))["x"]
         tensor([1., 1.])
         """
-        leaf = self._leaves[key] if type(key) is str else self._find(path_of(key))
+        leaf = self._seek((key,)) if type(key) is str else self._find(path_of(key))
+        if leaf is _MISSING:
+            raise self._no_key((key,))
         if isinstance(leaf, Keyed):
             leaf.update_(value)
         else:

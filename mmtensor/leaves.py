@@ -16,6 +16,7 @@ from mmtensor.mapping import FileMapping
 from mmtensor.mapping import Mapping as MemoryMap
 from mmtensor.storage import HAVE_GUARD, refuse_write
 from mmtensor.tensor import MemoryMappedTensor
+from mmtensor.texts import is_texts
 from mmtensor.tree import Tree
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "advanced",
     "check_batch",
     "clone",
-    "is_texts",
     "mapping_under",
     "name_path",
     "present",
@@ -43,11 +43,6 @@ _copy = Tensor.copy_
 def name_path(path: Any) -> str:
     """Return a key as messages write it: ``'a'``, or ``('a', 'b')`` for a nested one."""
     return repr(path[0]) if isinstance(path, tuple) and len(path) == 1 else repr(path)
-
-
-def is_texts(value: Any) -> bool:
-    """Whether a value is a list or tuple of strings."""
-    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
 
 
 def check_batch(key: Any, shape: Any, batch_size: torch.Size) -> None:
@@ -114,6 +109,11 @@ def accept(key: Any, value: Any, batch_size: torch.Size, kind: type[Tree]) -> An
 
 def _as_tensor(key: Any, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
+        if value.dtype.kind in "US":
+            raise TypeError(
+                f"leaf {name_path(key)} must be of a dtype that torch has, got an array of "
+                "strings. Pass a list of strings: array.astype(str).tolist()."
+            )
         return to_torch(value)
     if not isinstance(value, bool | int | float | complex | np.generic | list | tuple):
         raise TypeError(
@@ -123,7 +123,12 @@ def _as_tensor(key: Any, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"leaf {name_path(key)} cannot be made a tensor: {error}") from None
+        way = ""
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            way = " Pass torch.stack(tensors), or JaggedTensor.from_tensors(tensors)."
+        raise TypeError(
+            f"leaf {name_path(key)} cannot be made a tensor: {str(error).rstrip('.')}.{way}"
+        ) from None
 
 
 def _check_rows(key: Any, what: str, length: int, batch_size: torch.Size) -> None:
@@ -338,7 +343,7 @@ def _write_text(key: Any, leaf: Any, value: Any, where: str) -> None:
             f"leaf {name_path(key)} is text and takes text of the same kind and length in place, "
             f"got {type(value)!r}. Use td.set(key, value) to replace it."
         )
-    leaf[:] = value
+    list.__setitem__(leaf, slice(None), value)  # from files, and unlocked by now, as well
 
 
 def _write_jagged(key: Any, leaf: JaggedTensor, value: Any) -> None:

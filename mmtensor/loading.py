@@ -11,7 +11,7 @@ import torch
 from mmtensor.directory import open_beneath, open_directory, read_beneath
 from mmtensor.errors import ManifestError, ShapeError
 from mmtensor.jagged import JaggedTensor
-from mmtensor.jagged_files import Files, int64_on
+from mmtensor.jagged_files import Files, int64_on, marker
 from mmtensor.jagged_layout import counts_of, offsets_of
 from mmtensor.jagged_parts import Parts, on_files
 from mmtensor.manifest import (
@@ -31,6 +31,7 @@ from mmtensor.mapping import FileMapping, map_descriptor
 from mmtensor.modes import Mode, resolve_mode
 from mmtensor.storage import TORCH_DTYPES, tensor_on
 from mmtensor.tensor import MemoryMappedTensor
+from mmtensor.texts import LockedTexts
 from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
 
 __all__ = ["load"]
@@ -160,10 +161,17 @@ def _exists(name: str, fd: int) -> bool:
 
 def _check_size(entry: Entry, path: str, name: str, size: int, nbytes: int, what: str) -> None:
     if size != nbytes:
+        way = ""
+        if size > nbytes and entry.kind == JAGGED:
+            way = (
+                ". If elements were appended to it, JaggedTensor.from_filename("
+                f"{os.path.join(path, entry.file)!r}, ...) opens all of them"
+            )
         raise _wrong(
             entry,
             path,
-            f"its file {name!r} must have {nbytes} bytes for {what}, but its size is {size} bytes",
+            f"its file {name!r} must have {nbytes} bytes for {what}, but its size is {size} "
+            f"bytes{way}",
         )
 
 
@@ -206,7 +214,7 @@ def _jagged(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) ->
     try:
         status = open_part(shapes)
         nbytes = 8 * length * ndim
-        if nbytes or status.st_size != 8:  # eight bytes tell the dimensions of no elements
+        if not _has_marker(opened[0], status.st_size, nbytes, ndim):
             _check_size(entry, path, shapes, status.st_size, nbytes, f"{length} rows of sizes")
         table = map_part(0, shapes, status, nbytes)
         first = open_part(values)
@@ -232,6 +240,13 @@ def _jagged(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) ->
         for file in opened:
             os.close(file)
     return JaggedTensor._of(parts)
+
+
+def _has_marker(file: int, size: int, nbytes: int, ndim: int) -> bool:
+    """Whether a file of shapes ends as one of no rows does, or one with a writer at work."""
+    if nbytes == 0:
+        return size == 8
+    return size == nbytes + 8 and os.pread(file, 8, nbytes) == marker(ndim)
 
 
 def _total(entry: Entry, path: str, file: int, length: int) -> int:
@@ -319,4 +334,4 @@ def _text(
     if manifest.ours and isinstance(value, str) != (entry.kind == STRING):
         wanted = "a string" if entry.kind == STRING else "a list of strings"
         raise _wrong(entry, os.path.dirname(there), f"it must be {wanted}, got {value!r}")
-    return value
+    return LockedTexts(value) if isinstance(value, list) else value

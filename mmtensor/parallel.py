@@ -18,7 +18,17 @@ from mmtensor.chunks import Cut, Misfit, are_alike, cut
 from mmtensor.crew import Crew, Inline
 from mmtensor.errors import MapError, ShapeError
 from mmtensor.jagged import JaggedTensor
-from mmtensor.jobs import FAILED, JOINED, NOTHING, Job, Outcome, Task, WorkerLost, unpacked
+from mmtensor.jobs import (
+    FAILED,
+    JOINED,
+    MISFIT,
+    NOTHING,
+    Job,
+    Outcome,
+    Task,
+    WorkerLost,
+    unpacked,
+)
 from mmtensor.leaves import mapping_under, name_path
 from mmtensor.mapping import FileMapping, SharedMapping
 from mmtensor.pool import Pool
@@ -207,8 +217,10 @@ def _lost(error: WorkerLost, place: Cut) -> MapError:
 
 
 def _check_outcome(outcome: Outcome, place: Cut) -> None:
+    error = outcome.value
+    if outcome.kind == MISFIT:
+        raise _misfit(place, outcome.chunk, error) from error
     if outcome.kind == FAILED:
-        error = outcome.value
         raise MapError(
             f"fn failed for {place.describe(outcome.chunk)}: {type(error).__name__}: {error}",
             outcome.chunk,
@@ -402,10 +414,12 @@ def _store(place: Cut, out: Any, first: int, results: list[Any]) -> None:
         place.store(out, first, results)
     except Misfit as error:
         cause = error.__cause__
-        what = place.describe(error.chunk)
-        raise MapError(
-            f"the result for {what} cannot be written to out: {cause}", error.chunk
-        ) from cause
+        raise _misfit(place, error.chunk, cause) from cause
+
+
+def _misfit(place: Cut, chunk: int, cause: Any) -> MapError:
+    what = place.describe(chunk)
+    return MapError(f"the result for {what} cannot be written to out: {cause}", chunk)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ __all__ = [
     "populate",
     "read_ahead",
     "read_ranges_ahead",
+    "will_need_elements",
     "will_need_ranges",
     "will_need_rows",
 ]
@@ -74,7 +75,7 @@ def read_ahead(tensor: Tensor, ids: Tensor) -> None:
     itemsize = tensor.itemsize
     step = tensor.stride(0) * itemsize
     length = tensor.size(0)
-    if count * step < _FEW_BYTES or not length:
+    if count * step < _FEW_BYTES or not tensor.numel():
         return
     some = ids[:: -(-count // _SAMPLES)].tolist()
     base = tensor.storage_offset() * itemsize
@@ -124,6 +125,20 @@ def byte_ranges(values: Tensor, starts: Any, stops: Any) -> tuple[Any, Any]:
     return base + starts[kept] * itemsize, base + stops[kept] * itemsize
 
 
+def will_need_elements(values: Tensor, starts: Any, stops: Any) -> None:
+    """Ask for the pages of some ranges of a 1-D tensor, of any memory.
+
+    Parameters
+    ----------
+    values, starts, stops
+        As for `byte_ranges`; of ranges that lead out of the tensor, what is in it.
+    """
+    mapping = mapping_of(values)
+    if mapping is not None:
+        inside = [np.clip(bounds, 0, len(values)) for bounds in (starts, stops)]
+        will_need_ranges(mapping, *byte_ranges(values, *inside))
+
+
 def is_warm(mapping: FileMapping) -> bool:
     """Whether all that was looked for was in memory a moment ago."""
     return perf_counter_ns() < mapping.warm_until
@@ -133,7 +148,9 @@ def are_absent(mapping: FileMapping, positions: list[int]) -> bool:
     """Whether a byte at one of some positions of a mapping is not in memory."""
     if not LINUX:
         return False
-    address = mapping.address
+    address, nbytes = mapping.address, mapping.nbytes
+    # Rows without bytes, and elements that damaged offsets speak of, may be anywhere.
+    positions = [position for position in positions if 0 <= position < nbytes]
     for position in positions:
         if not is_resident(address + position):
             return True
@@ -213,10 +230,11 @@ def will_need_rows(mapping: Mapping, tensor: Tensor, ids: Any) -> None:
         return
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {numbers.dtype}.")
-    numbers = np.unique(numbers.astype(np.int64).reshape(-1))
-    if numbers[0] < -length or numbers[-1] >= length:
-        worst = numbers[0] if numbers[0] < -length else numbers[-1]
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < -length or high >= length:
+        worst = low if low < -length else high
         raise IndexError(f"row {worst} is out of range for {length} rows.")
+    numbers = np.unique(numbers.astype(np.int64).reshape(-1))
     if numbers[0] < 0:
         numbers = np.unique(np.where(numbers < 0, numbers + length, numbers))
     itemsize = tensor.itemsize

@@ -132,7 +132,7 @@ def absolute(path: Path, *, directory: bool = False) -> str:
         raise ValueError("filename must name a file, got an empty string.")
     if "\0" in name:  # where C would end the name, and mean another file
         raise ValueError(f"filename must have no null byte, got {name!r}.")
-    if not directory and name.endswith((os.sep, os.altsep or os.sep)):
+    if not directory and os.path.basename(name) in ("", ".", ".."):
         what = "filename must name a file, but ends as the name of a directory does"
         raise IsADirectoryError(errno.EISDIR, what, name)
     if ".." in name:

@@ -35,6 +35,7 @@ from mmtensor.manifest import (
 )
 from mmtensor.mapping import FileMapping, map_new
 from mmtensor.rawfile import reserve, write_all, write_chunks
+from mmtensor.texts import LockedTexts, is_texts
 from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
 
 __all__ = ["save", "sync_directories"]
@@ -143,14 +144,16 @@ def _plan(
             entry = Entry(key, JAGGED, canonical_name(value.dtype), shape, name_of(key, JAGGED))
         else:
             kind = NESTED if isinstance(value, Tree) else STRING
-            kind = STRINGS if isinstance(value, list) else kind
+            kept: Any = value
+            if isinstance(value, list):
+                kind, kept = STRINGS, _texts(path, value, tree._batch_size)
             entry = Entry(key, kind, file=name_of(key, kind))
             there = os.path.join(place, entry.file)
             if isinstance(value, Tree):
                 into.add(key, _plan(value, there, path, texts, leaves))
             else:
-                into.add(key, value)
-                data = dump_string(value) if kind == STRING else dump_strings(value)
+                into.add(key, kept)
+                data = dump_string(kept) if kind == STRING else dump_strings(kept)
                 texts.append(_Text(there, data))
             entries.append(entry)
             continue
@@ -158,6 +161,18 @@ def _plan(
         leaves.append(_Leaf(path, value, entry, place, into))
     texts[own] = _Text(place, dump(tuple(tree._batch_size), entries))
     return tree._make(into, tree._batch_size)
+
+
+def _texts(path: tuple[str, ...], texts: list[Any], batch_size: torch.Size) -> LockedTexts:
+    """Return strings as they will be loaded; a list may have changed since it was set."""
+    if not is_texts(texts) or len(texts) != batch_size[0]:
+        odd = next((text for text in texts if not isinstance(text, str)), None)
+        got = f"{len(texts)} of them" if odd is None else repr(odd)
+        raise TypeError(
+            f"leaf {name_path(path)} cannot be saved: it must be a list of {batch_size[0]} "
+            f"strings, as the batch size is {list(batch_size)}, got {got}."
+        )
+    return LockedTexts(texts)
 
 
 def _dense(path: tuple[str, ...], value: Tensor) -> Entry:

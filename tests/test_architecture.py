@@ -63,6 +63,7 @@ LEVELS = {
     "jagged_writer": 6,
     "jagged_batches": 6,
     "manifest": 6,
+    "texts": 7,
     "tree": 7,
     "leaves": 7,
     "indexed": 7,

@@ -77,7 +77,7 @@ def test_two_unknown_sizes(shape):
 @pytest.mark.parametrize("shape", [-2, (-1, -2), (3, -5)])
 def test_other_negative_sizes(shape):
     """A negative size other than -1 is a ShapeError where -1 may stand."""
-    with pytest.raises(ShapeError, match="non-negative, or -1 once"):
+    with pytest.raises(ShapeError, match="non-negative sizes only, or one -1"):
         as_shape(shape, infer=True)
 
 

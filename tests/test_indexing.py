@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mmtensor import MemoryMappedTensor, ReadOnlyError
 from mmtensor.dtypes import numpy_dtype
@@ -367,6 +368,31 @@ def test_gradients_flow_to_what_was_gathered():
     weight = torch.ones(2, requires_grad=True)
     (x[[2, 0]] * weight).sum().backward()
     assert weight.grad.tolist() == [4, 6]
+
+
+def _set_rows(x, ids):
+    x[ids] = 1.0
+    return x * 1
+
+
+def _rows_of(x, ids):
+    return x[ids]
+
+
+@pytest.mark.parametrize("function", [_set_rows, _rows_of])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tracing(path, function):
+    """A tracer sees what happens: its function does the same with other numbers."""
+    ids, other = torch.tensor([-2, 1]), torch.tensor([3, -1])
+    plain = torch.arange(5.0)
+    expected = function(plain.clone(), other)
+    x = MemoryMappedTensor.from_tensor(plain, filename=path)
+    graph = make_fx(function)(x.clone(), ids)
+    assert torch.equal(graph(plain.clone(), other), expected)
+    graph = make_fx(function)(x, ids)
+    assert torch.equal(graph(plain.clone(), other), expected)
+    traced = torch.jit.trace(function, (x, ids), check_trace=False)
+    assert torch.equal(traced(plain.clone(), other), expected)
 
 
 def test_vectorized_maps():

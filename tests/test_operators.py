@@ -464,6 +464,9 @@ def test_needless_refusals(name, tmp_path):
 
 REFUSED_OUTSIDE_THE_DATABASE = {
     "torch.nn.LSTM": torch.nn.LSTM(4, 4),
+    "torch.nn.Conv2d(3, 8, 1)": lambda x: torch.nn.functional.conv2d(
+        x.view(torch.float64)[None], torch.ones(2, 1, 1, 1, dtype=torch.float64)
+    ),
     "to_mkldnn": lambda x: x.to_mkldnn(),
     "sparse CSR": lambda x: x.relu().to_sparse_csr() @ x,
     "sparse COO": lambda x: torch.sparse_coo_tensor(torch.arange(4)[None], x[0]).to_dense(),

@@ -657,7 +657,7 @@ def test_out_that_cannot_hold_the_results(how, kind, tmp_path):
     out = TensorDict({"y": torch.zeros(ROWS, 4, dtype=torch.int64)}, [ROWS])
     if kind == "files":
         out = out.memmap(tmp_path / "out")
-    message = r"chunk 0 of 9.*leaf 'y' is of torch.float32, which torch.int64 of out cannot hold"
+    message = r"chunk \d of 9.*leaf 'y' is of torch.float32, which torch.int64 of out cannot hold"
     with pytest.raises(MapError, match=message):
         on_files(tmp_path).map(fn.double, chunksize=0, out=out, **how)
     assert not out["y"].any()
@@ -666,6 +666,19 @@ def test_out_that_cannot_hold_the_results(how, kind, tmp_path):
     wide = torch.zeros(ROWS, dtype=torch.float64)
     assert on_files(tmp_path).map(fn.total, chunksize=0, out=wide, **how) is wide
     assert torch.equal(wide, X.sum(-1).double())
+
+
+@pytest.mark.parametrize("chunksize", [0, 2, ROWS])
+def test_results_of_another_kind_than_out(how, chunksize, tmp_path):
+    """A tensor is not written to every leaf of out, nor a TensorDict to a tensor."""
+    td = on_files(tmp_path)
+    out = TensorDict({"x": torch.zeros(ROWS), "y": torch.zeros(ROWS, 4)}, [ROWS])
+    message = r"the result for chunk \d of \d.*cannot be written to out: with out=, fn must return"
+    with pytest.raises(MapError, match=message):
+        td.map(fn.total, chunksize=chunksize, out=out, **how)
+    assert not out["y"].any()
+    with pytest.raises(MapError, match=message):
+        td.map(fn.double, chunksize=chunksize, out=torch.zeros(ROWS, 4), **how)
 
 
 def test_small_results_are_not_broadcast_together(how, tmp_path):

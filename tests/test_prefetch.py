@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmtensor.pages
-from mmtensor import JaggedTensor, MemoryMappedTensor, TensorDict, prefetch, syscalls
+from mmtensor import (
+    JaggedTensor,
+    MemoryMappedTensor,
+    SizeError,
+    TensorDict,
+    prefetch,
+    syscalls,
+)
 from mmtensor.syscalls import PAGE
 
 
@@ -312,6 +319,29 @@ class TestReadAhead:
             values[ids]
         with pytest.raises(IndexError, match=re.escape(str(expected.value))):
             x[ids]
+
+    @pytest.mark.parametrize("first", [0, 1 << 28])
+    def test_rows_without_bytes(self, path, first):
+        """Rows that have no bytes are nowhere, and nobody looks for them there."""
+        x = MemoryMappedTensor.zeros(1 << 12, 1024, filename=path)
+        assert x[:, 1024:][torch.full((1000,), 4095)].shape == (1000, 0)
+        empty = MemoryMappedTensor.zeros(first + (1 << 18), 0, filename=f"{path}.empty")
+        assert empty[torch.arange(first, first + (1 << 18))].shape == (1 << 18, 0)
+        ids = torch.arange(first, first + 20)
+        assert empty.take(ids).shape == (20, 0)
+
+    def test_damaged_offsets(self, path):
+        """Elements that would be elsewhere are an error, also for whoever looks ahead."""
+        j = JaggedTensor.from_tensors([torch.ones(4096)] * 64, filename=path)
+        offsets = np.memmap(path.replace(".bin", ".offsets.bin"), np.int64, "r+")
+        offsets[1:-1] += 1 << 40
+        offsets.flush()
+        j = JaggedTensor.from_filename(path, torch.float32)
+        j.prefetch(range(64))
+        td = TensorDict({"j": j}, [64])
+        for gather in (lambda: j[range(64)], lambda: next(td.batches(32, shuffle=True))):
+            with pytest.raises(SizeError, match="element|offsets"):
+                gather()
 
     def test_residency(self, path):
         """A page of a file counts as in memory once it was touched, and not before."""

@@ -466,6 +466,7 @@ def test_names(tmp_path, name, kind):
         (["x"], TypeError, r"filename must be a str, bytes or a path, got \['x'\]"),
         ("a\0b", ValueError, "null byte"),
         ("new/", IsADirectoryError, "ends as the name of a directory does: 'new/'"),
+        ("new/.", IsADirectoryError, "ends as the name of a directory does"),
         ("sub/new//", IsADirectoryError, "ends as the name of a directory does"),
     ],
 )

@@ -2,9 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import errno
 import json
+import operator
 import os
+import pickle
 import signal
 import stat
 import subprocess
@@ -21,6 +24,8 @@ import mmtensor
 from mmtensor import (
     ExistingFileError,
     JaggedTensor,
+    JaggedWriter,
+    LockedError,
     ManifestError,
     MemoryMappedTensor,
     SymbolicLinkError,
@@ -175,6 +180,67 @@ def test_strings(tmp_path):
     assert loaded["n", "t"] == texts[3]
     assert TensorDict({"s": []}, [0]).memmap(tmp_path / "no")["s"] == []
     assert TensorDict.load(tmp_path / "no")["s"] == []
+
+
+def test_strings_that_have_changed_since(tmp_path):
+    """A list that no longer fits is refused, and what is there stays."""
+    TensorDict({"n": {"s": ["a", "b"]}}, [2]).memmap(tmp_path / "td")
+    before = snapshot(tmp_path)
+    for change in (lambda s: s.append("c"), lambda s: s.clear(), lambda s: s.__setitem__(0, 3)):
+        td = TensorDict({"n": {"s": ["x", "y"]}}, [2])
+        change(td["n", "s"])
+        with pytest.raises(TypeError, match=r"leaf \('n', 's'\) cannot be saved: .* list of 2"):
+            td.memmap(tmp_path / "td")
+        assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_strings_of_files_do_not_change(tmp_path, mode):
+    """No file would change with them; copies and what is unlocked may."""
+    texts = ["a", "b"]
+    saved = TensorDict({"s": texts}, [2]).memmap(tmp_path / "td")
+    loaded = TensorDict.load_memmap(tmp_path / "td", mode=mode)
+    for td in (saved, loaded):
+        found = td["s"]
+        assert found == texts
+        changes = [
+            (found.append, "c"),
+            (found.sort,),
+            (found.clear,),
+            (operator.setitem, found, 0, "c"),
+            (operator.delitem, found, 0),
+            (operator.iadd, found, ["c"]),
+            (operator.imul, found, 2),
+        ]
+        for change, *arguments in changes:
+            with pytest.raises(LockedError, match=r"a memory-mapped TensorDict.*Take list"):
+                change(*arguments)
+        assert found == texts
+        for copied in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+            assert type(copied) is list
+            assert copied == texts
+        assert type(td.clone()["s"]) is list
+        td.unlock_().set_("s", ["c", "d"])
+        td[0] = {"s": "e"}
+        assert td["s"] == ["e", "d"]
+    assert TensorDict.load_memmap(tmp_path / "td")["s"] == texts
+
+
+def test_a_writer_at_work_on_a_leaf(tmp_path, td):
+    """What it marks its files with is no element; what it has appended is of no batch."""
+    td.memmap(tmp_path / "td")
+    with JaggedWriter(tmp_path / "td" / "j.memmap", torch.int64, 2, append=True) as writer:
+        loaded = TensorDict.load_memmap(tmp_path / "td", mode="r")
+        assert tree(loaded) == tree(td)
+        writer.append(torch.ones(1, 1, dtype=torch.int64))
+        writer.flush()
+        message = (
+            r"leaf 'j' .*bytes.* If elements were appended.*from_filename\('.*j.memmap', ...\)"
+        )
+        with pytest.raises(ManifestError, match=message):
+            TensorDict.load_memmap(tmp_path / "td")
+    assert len(JaggedTensor.from_filename(tmp_path / "td" / "j.memmap", torch.int64)) == 4
+    assert tree(loaded) == tree(td)
 
 
 def test_nothing(tmp_path):

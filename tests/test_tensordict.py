@@ -94,7 +94,7 @@ def test_an_array_shares_its_memory():
 @pytest.mark.parametrize("value", [object(), {1, 2}, None, b"bytes", [object()], np.array(["a"])])
 def test_values_that_are_no_leaves(value):
     """What can be no leaf is a TypeError."""
-    with pytest.raises(TypeError, match="must be a tensor|cannot be made a tensor|dtype must be"):
+    with pytest.raises(TypeError, match="must be a tensor|be made a tensor|must be of a dtype"):
         TensorDict({"x": value})
 
 
@@ -782,6 +782,46 @@ def test_names_are_exported():
     """The container and its errors are names of the package."""
     assert mmtensor.TensorDict is TensorDict
     assert issubclass(mmtensor.LockedError, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", ["files", "shared", "locked"])
+def test_in_place_operators_on_a_locked_leaf(tmp_path, kind):
+    """They change the leaf and set the very same one, which the lock allows."""
+    td = TensorDict({"x": torch.arange(3), "n": {"y": torch.zeros(3, 2)}}, [3])
+    if kind == "files":
+        td = td.memmap(tmp_path / "td")
+    elif kind == "shared":
+        td.share_memory_()
+    else:
+        td.lock_()
+    td["x"] += 1
+    td["n", "y"] += 1
+    td["n"]["y"] *= 3
+    td[0]["x"] -= 5
+    td["n"] = td["n"]
+    assert td["x"].tolist() == [-4, 2, 3]
+    assert (td["n", "y"] == 3).all()
+    with pytest.raises(LockedError, match="cannot set key 'x'"):
+        td["x"] = td["x"].clone()
+    with pytest.raises(LockedError, match="cannot set key"):
+        td["n", "y"] = td["n", "y"].clone()
+
+
+def test_writing_to_a_leaf_that_is_not_there():
+    """The error names the leaves there are."""
+    td = TensorDict({"x": torch.zeros(2)}, [2])
+    with pytest.raises(KeyError, match=r"there is no key 'z'. The leaves are: 'x'"):
+        td.set_("z", torch.ones(2))
+
+
+def test_lists_that_are_no_tensors():
+    """The error names the leaf and the way on."""
+    with pytest.raises(
+        TypeError, match=r"leaf 'a' cannot be made a tensor: .*torch.stack\(tensors\)"
+    ):
+        TensorDict({"a": [torch.ones(2), torch.ones(3)]}, [2])
+    with pytest.raises(TypeError, match=r"leaf \('n', 'a'\) .*array.astype\(str\).tolist"):
+        TensorDict({"n": {"a": np.array(["x", "y"])}}, [2])
 
 
 @pytest.mark.parametrize("columns", [1, 512])
