@@ -213,7 +213,7 @@ def _are_trees(results: list[Any]) -> bool:
         kinds = sorted({type(result).__name__ for result in results})
         raise TypeError(
             "fn must return tensors for every chunk, or TensorDicts, or None, got "
-            f"{' and '.join(kinds)}."
+            f"{' and '.join(kinds)}. map_iter takes whatever fn returns."
         )
     return False
 

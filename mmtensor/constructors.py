@@ -26,7 +26,7 @@ class Constructors:
         cls,
         filename: Path,
         dtype: Any,
-        shape: Any,
+        shape: Any = -1,
         index: Any = None,
         mode: ModeName | None = None,
         *,
@@ -44,7 +44,8 @@ class Constructors:
         dtype
             Anything that torch, NumPy or ml_dtypes calls a dtype, or its name.
         shape
-            An integer or a sequence of integers; one ``-1`` is inferred from the size.
+            An integer or a sequence of integers; one ``-1`` is inferred from the size. Left
+            out: one dimension.
         index
             Applied to the result: ``from_filename(...)[index]``.
         mode
