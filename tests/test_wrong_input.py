@@ -69,7 +69,7 @@ READING = {
         ValueError,
         r"shape must have at most one -1, got \(-1, -1\)",
     ),
-    "negative size": (opening("x", shape=(2, -5)), ValueError, r"-1 once.*got \(2, -5\)"),
+    "negative size": (opening("x", shape=(2, -5)), ValueError, r"one -1.*got \(2, -5\)"),
     "overflow": (opening("x", shape=(2**40, 2**40)), ValueError, r"at most 2\*\*63 - 1 bytes"),
     "overflow of an unknown size": (opening("x", shape=(-1, 2**62)), ValueError, r"at most 2\*\*"),
     "fractional size": (opening("x", shape=2.5), TypeError, "integer or a sequence .* got 2.5"),
