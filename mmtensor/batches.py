@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +16,8 @@ from mmtensor.mapping import FileMapping
 from mmtensor.prefetch import (
     LARGE,
     are_absent,
-    byte_ranges,
     is_warm,
     populate,
-    will_need_ranges,
     will_need_rows,
 )
 from mmtensor.tree import Tree
@@ -149,7 +146,7 @@ class _Gatherer:
         some = [int(one) for one in self._numbers[start:stop:step]]
         for leaf, mapping in files:
             if isinstance(leaf, JaggedTensor):
-                positions = _ranges(leaf, np.array(some, np.int64))[0].tolist()
+                positions = leaf._positions(some)
             elif leaf.numel():
                 width = leaf.stride(0) * leaf.itemsize
                 base = leaf.storage_offset() * leaf.itemsize
@@ -167,7 +164,7 @@ class _Gatherer:
         ids = self._ids(number)
         for leaf, mapping in self._files:
             if isinstance(leaf, JaggedTensor):
-                will_need_ranges(mapping, *_ranges(leaf, ids.numpy()))
+                leaf.prefetch(ids)
             else:
                 will_need_rows(mapping, leaf, ids)
 
@@ -258,12 +255,6 @@ class _Gatherer:
         """Ask for the rows of a batch further on, and gather this one."""
         self.ask(number + ahead)
         return self.gather(number, slot)
-
-
-def _ranges(leaf: JaggedTensor, ids: Any) -> tuple[Any, Any]:
-    """Return which bytes of its mapping some elements are."""
-    starts, stops = leaf._bounds()
-    return byte_ranges(leaf._parts.values, starts.take(ids), stops.take(ids))
 
 
 def _number(name: str, value: Any, least: int) -> int:

@@ -1,5 +1,6 @@
 """Cutting a container along a batch dimension, and joining what became of the pieces."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -181,19 +182,15 @@ class Cut:
             return True
         if not isinstance(place, Tree):
             return False
-        pairs = []
-        for path, leaf in joined._flat():
-            target: Any = place
-            for key in path:
-                target = _child(target, key)
+        pairs = list(_beside(place, joined))
+        for _, leaf, target in pairs:
             if (
                 not isinstance(leaf, Tensor)
                 or not isinstance(target, Tensor)
                 or not _is_like(leaf, target)
             ):
                 return False
-            pairs.append((target, leaf))
-        for target, leaf in pairs:
+        for _, leaf, target in pairs:
             target.copy_(leaf)
         return True
 
@@ -247,10 +244,7 @@ def _check_result(out: Any, result: Any) -> None:
             f"with out=, fn must return a tensor or TensorDict for every chunk, as out is: "
             f"{what}, got {type(result)!r}."
         )
-    for path, leaf in result._flat() if isinstance(result, Tree) else [((), result)]:
-        target = out
-        for key in path:
-            target = _child(target, key)
+    for path, leaf, target in _beside(out, result):
         if (
             isinstance(leaf, Tensor)
             and isinstance(target, Tensor)
@@ -263,8 +257,17 @@ def _check_result(out: Any, result: Any) -> None:
             )
 
 
-def _child(tree: Any, key: str) -> Any:
-    return tree._leaves[key] if isinstance(tree, Tree) and key in tree._names() else None
+def _beside(out: Any, result: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield path and leaf of a result, or itself, and what is there in `out`; None: nothing."""
+    if not isinstance(result, Tree):
+        yield (), result, out
+        return
+    for path, leaf in result._flat():
+        target = out
+        for key in path:
+            inside = isinstance(target, Tree) and key in target._names()
+            target = target._leaves[key] if inside else None
+        yield path, leaf, target
 
 
 def _is_small(result: Any) -> bool:

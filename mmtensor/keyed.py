@@ -196,17 +196,16 @@ class Keyed(Tree):
         >>> td["n"].batch_size
         torch.Size([2])
         """
+        if self._locks:
+            if self.get(key, _MISSING) is value:
+                return self  # td["x"] += 1 has changed it, and sets it
+            self._check_unlocked(f"set key {name_path(path_of(key))}")
         if type(key) is not str:
             path = path_of(key)
             if len(path) > 1:
-                if not self._locks or self._seek(path) is not value:
-                    self._place(path, value)
+                self._place(path, value)
                 return self
             key = path[0]
-        if self._locks:
-            if self._seek((key,)) is value:
-                return self  # td["x"] += 1 has changed it, and sets it
-            self._check_unlocked(f"set key {key!r}")
         if type(value) in DENSE_TYPES:
             size = self._batch_size
             try:
@@ -267,13 +266,12 @@ class Keyed(Tree):
         >>> td.set_("x", torch.ones(2))["x"]
         tensor([1., 1.])
         """
-        leaf = self._seek((key,)) if type(key) is str else self._find(path_of(key))
-        if leaf is _MISSING:
-            raise self._no_key((key,))
+        path = path_of(key)
+        leaf = self._find(path)
         if isinstance(leaf, Keyed):
             leaf.update_(value)
         else:
-            write(path_of(key), leaf, value, self._kind())
+            write(path, leaf, value, self._kind())
         return self
 
     def update(self, other: Any) -> Self:

@@ -69,8 +69,8 @@ def read_ahead(tensor: Tensor, ids: Tensor) -> None:
         1-D row numbers.
     """
     count = ids.numel()
-    mapping = getattr(tensor.untyped_storage(), "mapping", None)
-    if count < FEW_ROWS or type(mapping) is not FileMapping or is_warm(mapping) or not LINUX:
+    mapping = _to_look_at(tensor, count)
+    if mapping is None:
         return
     itemsize = tensor.itemsize
     step = tensor.stride(0) * itemsize
@@ -96,17 +96,20 @@ def read_ranges_ahead(values: Tensor, starts: Any, stops: Any) -> None:
     starts, stops
         int64 arrays: from which of its elements to before which.
     """
-    mapping = getattr(values.untyped_storage(), "mapping", None)
-    if (
-        len(starts) < FEW_ROWS
-        or type(mapping) is not FileMapping
-        or is_warm(mapping)
-        or (stops - starts).sum() * values.itemsize < _FEW_BYTES
-    ):
+    mapping = _to_look_at(values, len(starts))
+    if mapping is None or (stops - starts).sum() * values.itemsize < _FEW_BYTES:
         return
     begins, ends = byte_ranges(values, starts, stops)
     if are_absent(mapping, begins[:: -(-len(begins) // _SAMPLES)].tolist()):
         will_need_ranges(mapping, begins, ends)
+
+
+def _to_look_at(tensor: Tensor, count: int) -> FileMapping | None:
+    """Return the file that so many rows are read from, if they may be worth a look."""
+    if count < FEW_ROWS or not LINUX:
+        return None
+    mapping = getattr(tensor.untyped_storage(), "mapping", None)
+    return None if type(mapping) is not FileMapping or is_warm(mapping) else mapping
 
 
 def byte_ranges(values: Tensor, starts: Any, stops: Any) -> tuple[Any, Any]:

@@ -59,6 +59,7 @@ LEVELS = {
     "jagged_bridges": 6,
     "jagged_constructors": 6,
     "jagged_searching": 6,
+    "jagged_gathering": 6,
     "jagged": 6,
     "jagged_writer": 6,
     "jagged_batches": 6,

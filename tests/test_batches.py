@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtensor import JaggedTensor, MemoryMappedTensor, TensorDict
+from mmtensor import JaggedTensor, MemoryMappedTensor, TensorDict, prefetch
 from mmtensor import batches as module
 
 pytestmark = pytest.mark.timeout(120)
@@ -454,7 +454,7 @@ def test_ranges_of_jagged_leaves_are_asked_for(tmp_path, monkeypatch):
     """The bytes of the elements of a jagged leaf are asked for before they are gathered."""
     asked = []
     monkeypatch.setattr(
-        module, "will_need_ranges", lambda _, a, b: asked.append((a.tolist(), b.tolist()))
+        prefetch, "will_need_ranges", lambda _, a, b: asked.append((a.tolist(), b.tolist()))
     )
     image = JaggedTensor.from_tensors([torch.full((n,), n, dtype=torch.int16) for n in range(9)])
     td = TensorDict({"image": image}, [9]).memmap(tmp_path / "td")
