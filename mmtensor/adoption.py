@@ -153,25 +153,29 @@ def _mapping_under(array: np.ndarray[Any, Any]) -> tuple[Mapping, int]:
         else 0
     )
     mode = MODES["r+" if array.flags.writeable else "r"]
-    path, opened = _foreign_memmap(array) or (None, None)
+    path, opened, offset = _foreign_memmap(array) or (None, None, 0)
     if path is not None and extent:
         remapped = _map_again(path, address, extent, mode.name)
         if remapped is not None:
             return remapped, 0
         if mode.writeable and opened == "c":
             mode = MODES["c"]
-    return MemoryMapping(array, address, extent, mode, path), 0
+    return MemoryMapping(array, address, extent, mode, path, offset), 0
 
 
-def _foreign_memmap(array: np.ndarray[Any, Any]) -> tuple[str, str] | None:
-    """Return the file and the mode of a `numpy.memmap` that NumPy itself opened."""
+def _foreign_memmap(array: np.ndarray[Any, Any]) -> tuple[str, str, int] | None:
+    """Return file, mode and position in the file of memory that `numpy.memmap` has opened."""
+    opened: Any = None
     base: Any = array
     while isinstance(base, np.ndarray):
-        filename = getattr(base, "filename", None)
-        if isinstance(base, np.memmap) and filename is not None:
-            return str(os.path.abspath(os.fspath(filename))), str(base.mode)
+        if isinstance(base, np.memmap) and base.filename is not None:
+            opened = base  # views have its attributes as well: the last one is what was opened
         base = base.base
-    return None
+    if opened is None:
+        return None
+    first, here = (a.__array_interface__["data"][0] for a in (opened, array))
+    path = str(os.path.abspath(os.fspath(opened.filename)))
+    return path, str(opened.mode), int(opened.offset) + here - first
 
 
 def _map_again(path: str, address: int, nbytes: int, mode: ModeName) -> FileMapping | None:

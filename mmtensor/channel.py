@@ -41,7 +41,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not SharedMapping:
             return None
         self.blocks.append(value)
-        return len(self.blocks) - 1, value.nbytes, value.block_offset
+        return len(self.blocks) - 1, value.nbytes, value.offset
 
 
 class _Unpickler(pickle.Unpickler):
@@ -66,7 +66,7 @@ def _socket(pipe: Any) -> socket.socket:
 def send(pipe: Any, message: Any) -> None:
     """Send a message through a pipe."""
     if not _SOCKETS:
-        pipe.send(message)
+        pipe.send(message)  # by ForkingPickler, as _Unpickler reads it
         return
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -90,28 +90,51 @@ def _received(channel: socket.socket, count: int) -> list[int]:
         ) from error
 
 
-def receive(pipe: Any) -> Any:
+class Message:
+    """What has come through a pipe: bytes, and descriptors of blocks that they speak of."""
+
+    def __init__(self, data: memoryview, fds: list[int]) -> None:
+        self._data = data
+        self._fds = fds
+
+    def load(self) -> Any:
+        """Make of it what was sent, once; whatever that raises, no descriptor is left."""
+        fds = self._fds
+        try:
+            return _Unpickler(io.BytesIO(self._data), fds).load()
+        finally:
+            _close(fds)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def receive(pipe: Any) -> Message:
     """Wait for a message.
 
     Raises
     ------
-    EOFError
+    EOFError, OSError
         If the other end is closed.
+    RuntimeError
+        If there are not enough descriptors for it.
     """
-    if not _SOCKETS:
-        return pipe.recv()
     data = memoryview(pipe.recv_bytes())
+    if not _SOCKETS:
+        return Message(data, [])
     count = int.from_bytes(data[:4], "little")
     fds: list[int] = []
-    if count:
-        with _socket(pipe) as channel:
-            for start in range(0, count, _TOGETHER):
-                fds += _received(channel, min(_TOGETHER, count - start))
     try:
+        if count:
+            with _socket(pipe) as channel:
+                for start in range(0, count, _TOGETHER):
+                    fds += _received(channel, min(_TOGETHER, count - start))
         for fd in fds:
             os.set_inheritable(fd, False)
-        return _Unpickler(io.BytesIO(data[4:]), fds).load()
-    finally:
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+    except BaseException:
+        _close(fds)
+        raise
+    return Message(data[4:], fds)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from mmtensor import joining
+from mmtensor.geometry import as_count
 from mmtensor.leaves import name_path
 from mmtensor.shaping import dimension
 from mmtensor.tree import Tree
 
-__all__ = ["Cut", "Misfit", "are_alike", "cut"]
+__all__ = ["Cut", "Misfit", "are_alike", "cut", "describe"]
 
 # Results of up to so many bytes are written together: a call takes longer than the copy.
 _SMALL = 1 << 15
@@ -123,6 +124,10 @@ class Cut:
     def apart(self, joined: Any) -> Any:
         """Take stacked results apart again, as views."""
         return joined.unbind(self.dim)
+
+    def sample(self, joined: Any) -> Any:
+        """Return the first of results that `join` has put together, or all of them."""
+        return self.apart(joined)[0] if self.size == 0 else joined
 
     def store(self, out: Any, first: int, results: list[Any]) -> None:
         """Write the results for consecutive chunks to where they belong.
@@ -270,6 +275,17 @@ def _beside(out: Any, result: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]
         yield path, leaf, target
 
 
+def describe(result: Any) -> str:
+    """Say what a result is, for messages."""
+    if isinstance(result, Tree):
+        keys = [name_path(path) for path, _ in result._flat()]
+        more = ", ..." if len(keys) > 10 else ""
+        return f"a TensorDict of {list(result._batch_size)} with {', '.join(keys[:10])}{more}"
+    if isinstance(result, Tensor):
+        return f"a tensor of {list(result.shape)}"
+    return "None" if result is None else f"{type(result)!r}"
+
+
 def _is_small(result: Any) -> bool:
     if isinstance(result, Tree):
         return sum(getattr(leaf, "nbytes", 0) for _, leaf in result._flat()) <= _SMALL
@@ -309,10 +325,6 @@ def cut(tree: Tree, dim: int, chunksize: int | None, num_chunks: int | None, wor
         raise IndexError(f"dim: {error} Pass the number of workers as num_workers=.") from None
     length = tree._batch_size[at]
     if chunksize is not None:
-        if chunksize < 0:
-            raise ValueError(f"chunksize must be 0 or more, got {chunksize!r}.")
-        return Cut(at, length, chunksize)
-    number = workers if num_chunks is None else num_chunks
-    if number < 1:
-        raise ValueError(f"num_chunks must be 1 or more, got {number!r}.")
+        return Cut(at, length, as_count("chunksize", chunksize))
+    number = workers if num_chunks is None else as_count("num_chunks", num_chunks, 1)
     return Cut(at, length, max(1, -(-length // number)))

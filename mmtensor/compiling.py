@@ -15,6 +15,9 @@ __all__ = ["about_to_compile", "make_before"]
 # Backends that run torch's operators, which read from read-only storages; all others
 # generate code, which asks for an address to write to.
 _RUN_OPERATORS = ("eager", "aot_eager")
+# Modules whose functions are called by methods, and are not Dynamo's business; those that it has
+# been told about are taken out.
+_BENEATH = ["arrays", "bridge", "indexing", "mapping", "pages", "prefetch", "storage"]
 
 
 def about_to_compile(mapping: Mapping) -> None:
@@ -38,6 +41,8 @@ def about_to_compile(mapping: Mapping) -> None:
     config: Any = sys.modules.get("torch._functorch.config")
     if getattr(config, "check_custom_op_aliasing", False):
         config.check_custom_op_aliasing = False
+    _let_comparisons_end(frame)
+    _leave_alone()
     if mapping.mode.writeable or getattr(frame, "export", False):
         return
     backend = getattr(getattr(frame, "output", None), "compiler_fn", None)
@@ -49,6 +54,37 @@ def about_to_compile(mapping: Mapping) -> None:
             'for an address to write to. Open it with mode="c" (private pages, no copy), or '
             "pass a copy: x.clone(). Without fullgraph=True, what uses it runs uncompiled."
         )
+
+
+def _let_comparisons_end(frame: Any) -> None:
+    """Give Dynamo the name of the class that comparisons of a subclass have.
+
+    ``x > 3`` is a plain tensor, which Dynamo takes for one of a subclass called Tensor. Where it
+    outlives a graph break, as in ``x[x > 3]``, the code looks that class up under a global name
+    that is made for subclasses seen as inputs only (torch 2.13: NameError).
+    """
+    try:
+        name = sys.modules["torch._dynamo.utils"].get_safe_global_name(
+            frame, "__subclass_Tensor", sys.modules["torch"].Tensor
+        )
+        if name not in frame.output.global_scope:
+            frame.output.install_global_unsafe(name, sys.modules["torch"].Tensor)
+    except (AttributeError, KeyError, TypeError):
+        pass  # torch has moved it
+
+
+def _leave_alone() -> None:
+    """Let Dynamo not compile what runs beneath a method, after a graph break.
+
+    It takes an array for its own kind there, which one on a mapping is not.
+    """
+    try:
+        rules: Any = sys.modules["torch._dynamo.trace_rules"]
+        while _BENEATH:
+            rules.add(f"mmtensor.{_BENEATH[-1]}")
+            _BENEATH.pop()
+    except (AttributeError, KeyError):
+        pass  # torch has moved it
 
 
 def _what(mapping: Mapping) -> str:

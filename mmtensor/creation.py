@@ -31,6 +31,7 @@ __all__ = [
     "filled",
     "from_source",
     "from_tensor",
+    "repeated",
     "shape_and_dtype",
     "sizes_of",
 ]
@@ -211,14 +212,25 @@ def filled(
     path = None if filename is None else absolute(filename)
     chunks = None
     if type(fill_value) is not int or fill_value != 0:
-        # Of fewer elements torch makes infinity, or the largest number, of what overflows.
-        value = torch.full((4,), fill_value, dtype=found, device="cpu")[0]
-        chunks = _repeated(words(value).tobytes(), nbytes)
+        chunks = repeated(fill_value, found, nbytes)
     mapping = _write(path, chunks, nbytes, existsok, preallocate)
     return as_kind(kind, tensor_on(mapping, found, shape))
 
 
-def _repeated(element: bytes, nbytes: int) -> Iterator[memoryview]:
+def repeated(fill_value: Any, dtype: torch.dtype, nbytes: int) -> Iterator[memoryview]:
+    """Return the bytes of one value, again and again, as chunks to write.
+
+    Raises
+    ------
+    RuntimeError
+        If the dtype has no such value, as `torch.full` does.
+    """
+    # Of fewer elements torch makes infinity, or the largest number, of what overflows.
+    value = torch.full((4,), fill_value, dtype=dtype, device="cpu")[0]
+    return _copies(words(value).tobytes(), nbytes)
+
+
+def _copies(element: bytes, nbytes: int) -> Iterator[memoryview]:
     pattern = memoryview(element * min(CHUNK // len(element), nbytes // len(element)))
     left = nbytes
     while left:

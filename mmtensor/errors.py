@@ -115,7 +115,7 @@ class ManifestError(MmtensorError, ValueError):
 
 
 class MapError(MmtensorError, RuntimeError):
-    """The function of `TensorDict.map` failed, or the worker that ran it.
+    """The function of `TensorDict.map` failed, its worker was lost, or a result does not fit.
 
     What the function raised is the cause (``__cause__``).
 

@@ -2,12 +2,13 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mmtensor.errors import ShapeError, SizeError
 
-__all__ = ["as_offset", "as_shape", "byte_count", "c_strides", "fit", "span"]
+__all__ = ["as_count", "as_offset", "as_shape", "byte_count", "c_strides", "fit", "span"]
 
 # off_t and size_t of 64-bit systems; torch counts bytes in int64 as well.
 _MAX_BYTES = 2**63 - 1
@@ -44,7 +45,7 @@ def as_shape(shape: object, *, infer: bool = False) -> tuple[int, ...]:
         else:
             return shape  # the usual case, at a third of the cost
     try:
-        if isinstance(shape, str | bytes):  # iterables that nobody means as sizes
+        if isinstance(shape, str | bytes | AbstractSet | Mapping):  # iterables that are no sizes
             raise TypeError  # noqa: TRY301  # one message for all that is no shape
         if isinstance(shape, Iterable) and getattr(shape, "ndim", 1) == 1:
             sizes = tuple([operator.index(size) for size in shape])
@@ -62,6 +63,37 @@ def as_shape(shape: object, *, infer: bool = False) -> tuple[int, ...]:
         if unknown > 1:
             raise ShapeError(f"shape must have at most one -1, got {sizes}.")
     return sizes
+
+
+def as_count(name: str, value: object, least: int = 0) -> int:
+    """Return an argument that counts something as an int.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for the message.
+    value
+        What came.
+    least
+        The smallest number allowed.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer, or a smaller one.
+
+    Examples
+    --------
+    >>> as_count("batch_size", 3, 1)
+    3
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # it raises what it should
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}.")
+    return number
 
 
 def as_offset(offset: object) -> int:

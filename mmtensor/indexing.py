@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
-from mmtensor.storage import NATIVE, as_array
+from mmtensor.storage import NATIVE, WORDS, as_array
 
 __all__ = ["carried", "gather", "is_traced", "rows", "scatter", "select"]
 
 # index_select moves bytes, whatever they mean, and exists for these dtypes; views of the
 # others (unsigned integers, float8) as one of them take its road too.
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CARRIER = WORDS
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 _is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)

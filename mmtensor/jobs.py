@@ -28,6 +28,7 @@ __all__ = [
     "Outcome",
     "Task",
     "WorkerLost",
+    "in_words",
     "portable",
     "run_cached",
     "unpacked",
@@ -252,18 +253,51 @@ def unpacked(value: Any) -> Any:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an exception that arrives in another process, with its traceback as a note."""
+    """Return what arrives in another process as an exception, with its traceback as a note."""
     text = "".join(traceback.format_exception(error)).rstrip()
     note = f"In the worker process:\n{text}"
     error.__cause__ = error.__context__ = None
     error.__traceback__ = None
     error.add_note(note)
+    # Those with a constructor of their own may pickle, and yet not come back: pickle calls it
+    # with the arguments of Exception's.
+    for sent in (error, _Parts(error)):
+        if _arrives(sent):
+            return sent
+    error = RuntimeError(in_words(error))
+    error.add_note(note)
+    return error
+
+
+def in_words(error: BaseException) -> str:
+    """Return class and text of an exception, also where its own text is an error."""
     try:
-        # Those with a constructor of their own may pickle, and yet not come back.
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # a method of the user's
+        return type(error).__name__
+
+
+def _arrives(error: BaseException) -> bool:
+    try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # made a moment ago
     except Exception:  # noqa: BLE001  # whatever is wrong with it
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(note)
+        return False
+    return True
+
+
+class _Parts(Exception):  # noqa: N818  # it is never seen outside
+    """An exception on its way, which arrives as itself without a call of its constructor."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error: BaseException = self.args[0]
+        return _put_together, (type(error), error.args, error.__dict__)
+
+
+def _put_together(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
     return error
 
 

@@ -138,7 +138,6 @@ class SharedMapping(Mapping):
     __slots__ = ("_key", "_pages", "fd")
 
     path = None
-    offset = 0
 
     def __init__(
         self, fd: int, nbytes: int, offset: int = 0, status: os.stat_result | None = None
@@ -196,7 +195,7 @@ class SharedMapping(Mapping):
         return cls._new(fd, nbytes, offset, status)
 
     @property
-    def block_offset(self) -> int:
+    def offset(self) -> int:  # type: ignore[override]  # nobody sets it
         """Position of the first byte in the block."""
         return self._key[2]
 

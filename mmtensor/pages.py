@@ -240,7 +240,10 @@ def _map_otherwise(error: OSError, fd: int, offset: int, length: int, mode: Mode
         # RLIMIT_DATA or strict overcommit count private writable pages even with
         # MAP_NORESERVE. A map without write permission is never counted; a write that
         # slips past the guards then ends the process, as with every other library.
-        return mmap(length, _mmap_module.PROT_READ, _mmap_module.MAP_SHARED, fd, offset)
+        try:
+            return mmap(length, _mmap_module.PROT_READ, _mmap_module.MAP_SHARED, fd, offset)
+        except OSError as again:
+            error = again
     if error.errno == errno.ENOMEM:
         what = f"{length} bytes"
         limits = "the address space (ulimit -v) or the number of maps (vm.max_map_count)"

@@ -4,7 +4,7 @@ import bisect
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
 
-from mmtensor.chunks import Cut, Misfit, are_alike, cut
+from mmtensor.chunks import Cut, Misfit, are_alike, cut, describe
 from mmtensor.crew import Crew, Inline
 from mmtensor.errors import MapError, ShapeError
+from mmtensor.geometry import as_count
 from mmtensor.jagged import JaggedTensor
 from mmtensor.jobs import (
     FAILED,
@@ -27,6 +28,7 @@ from mmtensor.jobs import (
     Outcome,
     Task,
     WorkerLost,
+    in_words,
     unpacked,
 )
 from mmtensor.leaves import mapping_under, name_path
@@ -65,9 +67,7 @@ def _cores() -> int:
 def _workers(executor: Executor | None, num_workers: int | None) -> int:
     """Decide for how many workers there should be work."""
     if num_workers is not None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must be 0 or more, got {num_workers!r}.")
-        return num_workers
+        return as_count("num_workers", num_workers)
     for name in ("_max_workers", "num_workers"):  # concurrent.futures and loky; mpi4py
         number = getattr(executor, name, None)
         if isinstance(number, int) and number > 0:
@@ -222,7 +222,7 @@ def _check_outcome(outcome: Outcome, place: Cut) -> None:
         raise _misfit(place, outcome.chunk, error) from error
     if outcome.kind == FAILED:
         raise MapError(
-            f"fn failed for {place.describe(outcome.chunk)}: {type(error).__name__}: {error}",
+            f"fn failed for {place.describe(outcome.chunk)}: {in_words(error)}",
             outcome.chunk,
         ) from error
 
@@ -371,7 +371,9 @@ def map_chunks(
     """Do `TensorDict.map`."""
     how = (tree, fn, dim, num_workers, out, chunksize, num_chunks, executor, mp_start_method)
     parts: list[Any] = []
-    nothing = False
+    # The first chunks of those, and of results that were None.
+    starts: list[int] = []
+    nothing: list[int] = []
     # Concatenated chunks could not be told apart again, to write them.
     joins = out is None or chunksize == 0
     with _working(*how, joins=joins, pbar=pbar, ordered=False) as (job, outcomes):
@@ -379,27 +381,91 @@ def map_chunks(
         for first, last, outcome in outcomes:
             if job.out is not None:
                 continue  # workers have written everything
-            nothing = nothing or outcome.kind == NOTHING
             if out is not None:
                 _store(place, out, first, _apart(place, outcome, last - first))
-            elif outcome.kind != NOTHING:
-                parts += _joined(place, outcome)
+            elif outcome.kind == NOTHING:
+                nothing.append(first)
+            else:
+                found = _joined(place, outcome, first)
+                starts += range(first, first + len(found))
+                parts += found
             if nothing and parts:
                 raise TypeError(
-                    "fn must return tensors for every chunk, or TensorDicts, or None; up to "
-                    f"chunk {last - 1} it has returned None and something else."
+                    f"the results of fn must fit together, but for {place.describe(nothing[0])} "
+                    f"it returned None, and for {place.describe(starts[0])} something else."
                 )
         # Workers are ending meanwhile.
-        return place.concatenate(parts) if parts else out
+        if not parts:
+            return out
+        with _naming(place, starts, parts, place.concatenate, place.sample):
+            return place.concatenate(parts)
 
 
-def _joined(place: Cut, outcome: Outcome) -> list[Any]:
+def _joined(place: Cut, outcome: Outcome, first: int) -> list[Any]:
     """Return what is to be concatenated with the rest, in as few pieces as change nothing."""
+    results = outcome.value
     if outcome.kind == JOINED:
-        return [outcome.value]
-    if are_alike(outcome.value):
-        return [place.join(outcome.value)]  # which the worker could not: it says why
-    return [place.join([one]) for one in outcome.value]
+        return [results]
+    with _naming(place, range(first, first + len(results)), results, place.join):
+        if are_alike(results):
+            return [place.join(results)]  # which the worker could not
+        return [place.join([one]) for one in results]
+
+
+@contextmanager
+def _naming(
+    place: Cut,
+    chunks: Sequence[int],
+    pieces: list[Any],
+    join: Callable[[list[Any]], Any],
+    sample: Callable[[Any], Any] = lambda piece: piece,
+) -> Iterator[None]:
+    """Say of pieces that cannot be joined which chunks they are for.
+
+    Parameters
+    ----------
+    place
+        Where chunks are.
+    chunks, pieces
+        What is joined, and for which chunks it is.
+    join
+        What may raise.
+    sample
+        Makes a result to show of a piece.
+
+    Raises
+    ------
+    MapError
+        It names the first piece that does not go with those before; a `TypeError` where it is
+        no tensor.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, KeyError, IndexError) as error:
+        joinable = [_goes(join, [piece]) for piece in pieces]
+        if True not in joinable:
+            raise  # it is not about one of them
+        model = joinable.index(True)
+        for number, piece in enumerate(pieces):
+            if _goes(join, [pieces[model], piece]):
+                continue
+            message = (
+                f"the results of fn must fit together, but for {place.describe(chunks[number])} "
+                f"it returned {describe(sample(piece))}, and for {place.describe(chunks[model])} "
+                f"{describe(sample(pieces[model]))}."
+            )
+            if not joinable[number]:
+                raise TypeError(message) from error
+            raise MapError(message, chunks[number]) from error
+        raise
+
+
+def _goes(join: Callable[[list[Any]], Any], pieces: list[Any]) -> bool:
+    try:
+        join(pieces)
+    except (RuntimeError, TypeError, KeyError, IndexError):
+        return False
+    return True
 
 
 def _apart(place: Cut, outcome: Outcome, count: int) -> list[Any]:

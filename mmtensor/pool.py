@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmtensor.channel import receive, send
+from mmtensor.channel import Message, receive, send
 from mmtensor.jobs import FAILED, Job, Outcome, Task, WorkerLost, portable
 from mmtensor.tensor import MemoryMappedTensor
 
@@ -122,10 +122,11 @@ class Pool:
             if not isinstance(pipe, int):
                 task = self._busy[pipe]
                 try:
-                    outcome = receive(pipe)
+                    message = receive(pipe)
                 except (EOFError, OSError):  # it may have been in the middle of a message
                     at = self._pipes.index(pipe)
                     raise self._lost(at) from None
+                outcome = _read(message, task)
                 del self._busy[pipe]
                 self._idle.append(pipe)
                 return task, outcome
@@ -166,6 +167,16 @@ class Pool:
             process.close()
         for pipe in self._pipes:
             pipe.close()
+
+
+def _read(message: Message, task: Task) -> Outcome:
+    """Return what a worker says; a file that it refers to may have been replaced meanwhile."""
+    try:
+        return message.load()  # type: ignore[no-any-return]  # workers send nothing else
+    except Exception as error:  # noqa: BLE001  # it is raised where the map was called
+        unread = RuntimeError(f"what it returned cannot be received: {error}")
+        unread.__cause__ = error
+        return Outcome(FAILED, 0.0, unread, task.first)
 
 
 def _kill(processes: list[Any], pipes: list[Any]) -> None:

@@ -5,7 +5,8 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,11 +18,13 @@ from mmtensor.syscalls import LINUX, link_descriptor, pwritev, rename_noreplace
 
 __all__ = [
     "CHUNK",
+    "DENIED",
     "Chunk",
     "NewFile",
     "Path",
     "Pieces",
     "absolute",
+    "naming",
     "open_existing",
     "reserve",
     "write_all",
@@ -30,6 +33,8 @@ __all__ = [
 ]
 
 _MOST_PIECES = 1024  # IOV_MAX of Linux
+# What open(2) says of a file that may be read, but not written to.
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY)
 
 
 class Pieces:
@@ -171,7 +176,7 @@ def open_existing(path: str, mode: str | None) -> tuple[int, os.stat_result, Mod
             found = MODES["r+"]
             fd = os.open(path, found.open_flags)
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY):
+            if error.errno not in DENIED:
                 raise _explained(error, path) from None
             found = MODES["c"]
             fd = os.open(path, found.open_flags)
@@ -297,12 +302,29 @@ def reserve(fd: int, nbytes: int, *, preallocate: bool = True) -> None:
             position = write_all(fd, _ZEROS[: nbytes - position], position)
 
 
+def _name_file(error: BaseException, path: str) -> None:
+    """Say which file an error was for: what is told of a descriptor has no name."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = path
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let errors of descriptors name a file, where several are written side by side."""
+    try:
+        yield
+    except OSError as error:
+        _name_file(error, path)
+        raise
+
+
 class NewFile:
     """A file that is written out of sight and appears whole, or not at all.
 
     Use it as a context manager and call `publish` at the end of the block; leaving the
     block without it leaves no trace. Where the system has unnamed files (``O_TMPFILE``)
-    nothing is left even after SIGKILL.
+    nothing is left even after SIGKILL, but for the moment in which a file that replaces another
+    one has a name of its own.
 
     Parameters
     ----------
@@ -381,6 +403,13 @@ class NewFile:
         # Names are at most 255 bytes long; the target's own may already be.
         return os.path.join(directory, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
 
+    def name_beside(self) -> None:
+        """Give the file a name beside the target, so that only a rename is left to do."""
+        if self._temporary is None:
+            # Known before it exists: an interrupt in between must not leave it behind.
+            self._temporary = self._beside()
+            link_descriptor(self.fd, self._temporary)
+
     def publish(self, *, durable: bool = False) -> None:
         """Give the file its name, atomically.
 
@@ -399,10 +428,8 @@ class NewFile:
         if durable:
             os.fsync(self.fd)
         if self._existsok:
-            if self._temporary is None:
-                self._temporary = self._beside()
-                link_descriptor(self.fd, self._temporary)
-            os.replace(self._temporary, self.path)
+            self.name_beside()
+            os.replace(self._temporary or "", self.path)
         else:
             self._publish_new()
         self._temporary = None
@@ -444,8 +471,8 @@ class NewFile:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(value, OSError) and value.errno is not None and value.filename is None:
-            value.filename = self.path  # a full disk does not say which file it was for
+        if value is not None:
+            _name_file(value, self.path)
         self._release()
 
     def __del__(self) -> None:

@@ -246,7 +246,7 @@ def _send_block(mapping: SharedMapping) -> Any:
     return _receive_block, (
         reduction.DupFd(mapping.fd),
         mapping.nbytes,
-        mapping.block_offset,
+        mapping.offset,
     )
 
 

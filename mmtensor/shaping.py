@@ -1,5 +1,6 @@
 """Presenting the batch dimensions of containers otherwise, on the same memory."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,11 @@ __all__ = [
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     if len(shape) == 1 and not isinstance(shape[0], int):
-        shape = tuple(shape[0])
-    return shape
+        try:
+            return (operator.index(shape[0]),)
+        except TypeError:
+            shape = tuple(shape[0])
+    return tuple(map(operator.index, shape))
 
 
 def view(tree: Tree, shape: tuple[Any, ...]) -> Any:
@@ -47,7 +51,7 @@ def view(tree: Tree, shape: tuple[Any, ...]) -> Any:
     def change(x: Tensor) -> Tensor:
         return view_(x, plain if dim_(x) == dims else (*plain, *x.shape[dims:]))
 
-    return present(tree, change, new, "view")._lock_as(tree)
+    return _shown(tree, change, "view", new)
 
 
 def reshape(tree: Tree, shape: tuple[Any, ...]) -> Any:
@@ -68,8 +72,12 @@ def reshape(tree: Tree, shape: tuple[Any, ...]) -> Any:
     return tree._map(change, new)
 
 
-def _shown(tree: Tree, change: Callable[[Tensor], Tensor], what: str) -> Any:
-    size = change(dummy(tree._batch_size)).shape
+def _shown(
+    tree: Tree, change: Callable[[Tensor], Tensor], what: str, size: torch.Size | None = None
+) -> Any:
+    """Present the leaves as a function does; `size` is what it makes of the batch size."""
+    if size is None:
+        size = change(dummy(tree._batch_size)).shape
     return present(tree, change, size, what)._lock_as(tree)
 
 
@@ -146,11 +154,7 @@ def expand(tree: Tree, shape: tuple[Any, ...]) -> Any:
         return tree._same()
     dims = len(size)
     expand_ = Tensor.expand
-    return _shown_as(tree, lambda x: expand_(x, (*new, *x.shape[dims:])), new, "expand")
-
-
-def _shown_as(tree: Tree, change: Any, size: torch.Size, what: str) -> Any:
-    return present(tree, change, size, what)._lock_as(tree)
+    return _shown(tree, lambda x: expand_(x, (*new, *x.shape[dims:])), "expand", new)
 
 
 def unbind(tree: Tree, dim: int) -> tuple[Any, ...]:

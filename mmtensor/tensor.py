@@ -242,6 +242,11 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
         if out is None:
             return gather(self, numbers, numbers)
         expected = (len(numbers), *self.shape[1:])
+        if not isinstance(out, Tensor):
+            raise ValueError(  # noqa: TRY004 - as of tensors that do not fit
+                f"out must be a contiguous tensor of shape {expected} and dtype {self.dtype}, "
+                f"got {type(out)!r}."
+            )
         if tuple(out.shape) != expected or out.dtype != self.dtype or not out.is_contiguous():
             raise ValueError(
                 f"out must be a contiguous tensor of shape {expected} and dtype {self.dtype}, "
@@ -315,8 +320,10 @@ class MemoryMappedTensor(Constructors, torch.Tensor):
         """
         if requires_grad:
             raise GradientError(
-                "a memory-mapped tensor cannot require gradients. Use a regular tensor that "
-                "does: x.clone().requires_grad_(), or torch.nn.Parameter(x.clone())."
+                "a memory-mapped tensor cannot require gradients. To train its values where "
+                "they are, use a plain tensor on the same memory, "
+                "torch.nn.Parameter(x.as_subclass(torch.Tensor)), or TensorDict.to_module; to "
+                "train a private copy, torch.nn.Parameter(x.clone())."
             )
         return self
 

@@ -18,6 +18,23 @@ class OddlyMade(Exception):  # noqa: N818  # what it is called does not matter
         self.two = two
 
 
+class Unspeakable(Exception):  # noqa: N818
+    """An exception that neither pickles nor has words."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+    def __reduce__(self):
+        raise TypeError("no state")
+
+
+def fail_unspeakably(_):
+    """Raise what cannot be told of."""
+    error = Unspeakable()
+    error.hold = lambda: None
+    raise error
+
+
 def double(td):
     """Return a TensorDict."""
     return TensorDict({"y": td["x"] * 2}, td.batch_size)
@@ -194,3 +211,33 @@ def of_three_dtypes(td):
     value = [16777217, 0.5, 1 + 2.0**-40][first % 3]
     dtype = [torch.int64, torch.float32, torch.float64][first % 3]
     return torch.full(td["i"].shape, value, dtype=dtype)
+
+
+def odd_shape(td):
+    """Return a tensor, of another shape for the row that starts with 5."""
+    return torch.zeros(5) if int(td["x"][0]) == 5 else td["x"]
+
+
+def odd_none(td):
+    """Return a tensor, and None for the row that starts with 5."""
+    return None if int(td["x"][0]) == 5 else td["x"]
+
+
+def odd_keys(td):
+    """Return a TensorDict, with another key for the row that starts with 5."""
+    return TensorDict({"z" if int(td["x"][0]) == 5 else "y": td["x"]})
+
+
+class _Gone:
+    """Pickles as a call that fails."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path,)
+
+
+def removed_file(directory, _):
+    """Return what refers to a file that is not there."""
+    return _Gone(str(directory / "gone"))

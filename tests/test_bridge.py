@@ -1,5 +1,7 @@
 """The bridge between NumPy and torch: every dtype, both directions, zero-copy."""
 
+import os
+import shutil
 import sys
 
 import ml_dtypes
@@ -313,3 +315,20 @@ def test_dlpack(numbers):
     torch.from_dlpack(y)[0, 0] = 50
     assert np.fromfile(path, "f4")[0] == 50
     np.testing.assert_array_equal(array[1:], values[1:])
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_where_arrays_of_numpy_are(tmp_path, mode):
+    """The position in the file counts from its start, whoever has opened it, views included."""
+    path = str(tmp_path / "x")
+    np.arange(100, dtype="f4").tofile(path)
+    opened = np.memmap(path, np.float32, mode, offset=40, shape=80)
+    if mode == "r+":
+        os.replace(shutil.copy(path, f"{path}2"), path)  # no second map of it can be made
+    for array in (opened, opened[10:], opened[10:][::3], np.asarray(opened)[10:20]):
+        x = MemoryMappedTensor.from_numpy(array)
+        where = mmtensor.locate(x[1:])
+        assert (where.path, where.mode) == (path, mode)
+        with open(path, "rb") as file:
+            file.seek(where.offset)
+            assert np.frombuffer(file.read(4), "f4").item() == x[1]

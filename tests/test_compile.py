@@ -324,3 +324,33 @@ def test_threads(mode, make):
     for thread in threads:
         thread.join()
     assert found == [expected] * 400
+
+
+def _comparisons(x):
+    mask = x > 3
+    torch._dynamo.graph_break()
+    return mask, x[x > 3], x[x > 2].sum(), torch.masked_select(x, x == 3), (x != 0).nonzero()
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c", "anonymous"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_comparisons_across_graph_breaks(backend, mode, make):
+    """What a comparison gives outlives the graph that it was made in."""
+    x = make("r+").clone() if mode == "anonymous" else make(mode)
+    if mode == "anonymous":
+        x = MemoryMappedTensor.from_tensor(x)
+    function = torch.compile(_comparisons, backend=backend)
+    for _ in range(2):
+        for one, other in zip(function(x), _comparisons(x.clone()), strict=True):
+            torch.testing.assert_close(one, other)
+            assert type(one) is torch.Tensor
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arrays_in_compiled_functions(backend, mode, make):
+    """The array of a tensor is made outside of the graph, and what follows runs on."""
+    x = make(mode)
+    expected = float(x.sum()) + 1
+    function = torch.compile(lambda x: float(x.numpy().sum()) + 1, backend=backend)
+    assert function(x) == expected

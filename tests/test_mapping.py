@@ -425,14 +425,22 @@ def test_unknown_advice(numbers, advice):
         open_(numbers[0], "r").advise(advice)
 
 
-def test_flush_reaches_other_readers(numbers):
-    """After a flush another reader of the file has the values."""
-    path, _ = numbers
-    x = open_(path, "r+")
-    x[2] = 7
+def test_flush(tmp_path, monkeypatch):
+    """A flush waits for the pages of the tensor, and for no others, to be on stable storage."""
+    x = MemoryMappedTensor.zeros(5, 1024, filename=tmp_path / "x")  # a page each
+    synced = []
+    msync = mmtensor.mapping.msync
+
+    def watch(address, length):
+        synced.append((address - x.data_ptr(), length))
+        msync(address, length)
+
+    monkeypatch.setattr(mmtensor.mapping, "msync", watch)
+    x.flush()
     x[2].flush()
+    x[3, 10:20].flush()
     x[:0].flush()
-    assert np.fromfile(path, "f4")[8:].tolist() == [7] * 4
+    assert synced == [(0, 5 * 4096), (2 * 4096, 4096), (3 * 4096, 80)]
 
 
 @pytest.mark.parametrize("mode", ["r", "c"])

@@ -509,10 +509,15 @@ def test_the_traceback_of_the_worker_is_kept(tmp_path):
 
 @pytest.mark.parametrize("running", [False, True])
 def test_an_exception_that_does_not_travel(forked, running, tmp_path):
-    """An exception that cannot be unpickled surfaces as one that says the same."""
+    """An exception whose constructor takes other arguments arrives, attributes and all."""
     options = {"executor": forked} if running else FORK
-    with pytest.raises(MapError, match=r"chunk \d of 9 .*OddlyMade: first"):
+    with pytest.raises(MapError, match=r"chunk \d of 9 .*OddlyMade: first") as caught:
         on_files(tmp_path).map(fn.fail_oddly, chunksize=0, **options)
+    assert type(caught.value.__cause__) is fn.OddlyMade
+    assert caught.value.__cause__.two == "second"
+    with pytest.raises(MapError, match=r"chunk \d of 9 .*Unspeakable$") as caught:
+        on_files(tmp_path).map(fn.fail_unspeakably, chunksize=0, **options)
+    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_exit_in_a_worker(tmp_path):
@@ -619,7 +624,7 @@ def _weigh(td, weights):
 
 def test_mixed_results(how, tmp_path):
     """None for some chunks and something for others is an error."""
-    with pytest.raises(TypeError, match="for every chunk"):
+    with pytest.raises(TypeError, match=r"must fit together, but for chunk \d of 9 .*None"):
         on_files(tmp_path).map(fn.mixed, chunksize=0, **how)
 
 
@@ -631,8 +636,31 @@ def test_results_of_another_kind(how, tmp_path):
 
 def test_results_of_different_shapes(how, tmp_path):
     """Results that cannot be stacked are an error, also where each worker could."""
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size|Sizes of"):
+    message = (
+        r"the results of fn must fit together, but for chunk \d of 9.*it returned a tensor of "
+    )
+    with pytest.raises(MapError, match=message + r"\[\d\], and for chunk \d of 9"):
         on_files(tmp_path).map(fn.first_numbers, chunksize=0, **how)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (fn.odd_shape, MapError, r"chunk 5 of 9 .*a tensor of \[5\], and for .*a tensor of \[4\]"),
+        (fn.odd_none, TypeError, r"chunk 5 of 9 .*it returned None, and .*a tensor of \[4\]"),
+        (fn.odd_keys, MapError, r"chunk 5 of 9 .*a TensorDict of \[\] with 'z', and .* with 'y'"),
+    ],
+)
+def test_the_result_that_does_not_fit_the_others(how, tmp_path, function, error, message):
+    """The one element whose result is unlike the others is named."""
+    with pytest.raises(error, match=message):
+        on_files(tmp_path).map(function, chunksize=0, **how)
+
+
+def test_results_that_cannot_be_received(tmp_path):
+    """A reference to a file that is gone by then is an error of fn's, not of the worker."""
+    with pytest.raises(MapError, match="what it returned cannot be received: .*No such file"):
+        on_files(tmp_path).map(functools.partial(fn.removed_file, tmp_path), chunksize=0, **FORK)
 
 
 def test_results_that_cannot_be_sent(tmp_path):
@@ -707,9 +735,9 @@ def test_read_only_out_is_refused(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"chunksize": 1, "num_chunks": 2}, ValueError, "give chunksize or num_chunks, got both"),
-        ({"chunksize": -1}, ValueError, "chunksize must be 0 or more, got -1"),
-        ({"num_chunks": 0}, ValueError, "num_chunks must be 1 or more, got 0"),
-        ({"num_workers": -1}, ValueError, "num_workers must be 0 or more, got -1"),
+        ({"chunksize": -1}, ValueError, "chunksize must be an integer of 0 or more, got -1"),
+        ({"num_chunks": 0}, ValueError, "num_chunks must be an integer of 1 or more, got 0"),
+        ({"num_workers": -1}, ValueError, "num_workers must be an integer of 0 or more, got -1"),
         ({"dim": 1}, IndexError, "dimension 1 is out of range for 1 batch"),
         ({"out": torch.zeros(4)}, ValueError, r"must have size 9.*got shape \[4\]"),
         ({"out": [1]}, TypeError, "out must be a TensorDict or a tensor, got <class 'list'>"),

@@ -539,3 +539,16 @@ def test_killed_while_making():
         inodes.update(int(line) for line in out.splitlines(keepends=True) if line.endswith("\n"))
         assert len(inodes) >= count
         assert inodes.isdisjoint(blocks())
+
+
+def test_where_in_a_block():
+    """The position counts from the start of the block."""
+    block = SharedMemory(create=True, size=64)
+    try:
+        x = MemoryMappedTensor.from_shared_memory(block, torch.float32, 4, offset=16)
+        assert mmtensor.locate(x).offset == 16
+        assert mmtensor.locate(x[1:]).offset == 20
+        del x
+    finally:
+        block.close()
+        block.unlink()
