@@ -1,6 +1,5 @@
 """`JaggedTensor`: elements of different shapes in one buffer, with one array of offsets."""
 
-import operator
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
@@ -21,6 +20,7 @@ from mmtensor.jagged_gathering import Gathered, JaggedGathering
 from mmtensor.jagged_layout import (
     Integers,
     complaint,
+    row_number,
     row_numbers,
 )
 from mmtensor.jagged_parts import (
@@ -38,7 +38,7 @@ from mmtensor.jagged_source import dtype_of
 from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
 from mmtensor.reference import UNREADABLE, for_checkpoint, keep_until_started
-from mmtensor.storage import as_array, refuse_write
+from mmtensor.storage import as_array, mapping_of, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor
 
@@ -195,7 +195,7 @@ class JaggedTensor(
                 return self._of(self._parts, 0, 1, 0)
             first, step = self._first + chosen.start * self._step, self._step * chosen.step
             return self._of(self._parts, first, step, len(chosen))
-        number = _number(index)
+        number = row_number(index)
         if number is None:
             return self._gather(row_numbers(index, self._length))
         return self[number]
@@ -220,7 +220,7 @@ class JaggedTensor(
         return [element.tolist() for element in self]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        number = _number(index)
+        number = row_number(index)
         if number is None:
             raise TypeError(
                 f"elements are assigned one at a time, j[i] = tensor, got index {index!r}."
@@ -260,10 +260,19 @@ class JaggedTensor(
     # --- the parts ---------------------------------------------------------------------
 
     def _contiguous(self) -> tuple[int, int] | None:
-        """Return where the elements start and stop if they lie one after the other."""
+        """Return where the elements start and stop if they lie one after the other.
+
+        Raises
+        ------
+        SizeError
+            If that is outside of the values.
+        """
         if self._step != 1:
             return None
-        return self._at[self._first], self._at[self._first + self._length]
+        start, stop = self._at[self._first], self._at[self._first + self._length]
+        if not 0 <= start <= stop <= len(self._parts.values):
+            self._check()
+        return start, stop
 
     @property
     def values(self) -> Tensor:
@@ -317,25 +326,35 @@ class JaggedTensor(
         RuntimeError
             If the values are in memory without a file.
         """
-        mapping = getattr(self._parts.values.untyped_storage(), "mapping", None)
+        mapping = mapping_of(self._parts.values)
         if mapping is None or mapping.path is None:
             raise RuntimeError("the values are in memory and have no file.")
-        return mapping.path  # type: ignore[no-any-return]  # a Mapping's path
+        return mapping.path
 
     @property
     def mode(self) -> ModeName | None:
         """``"r"``, ``"r+"`` or ``"c"``; None for regular memory."""
-        mapping = getattr(self._parts.values.untyped_storage(), "mapping", None)
+        mapping = mapping_of(self._parts.values)
         return None if mapping is None else mapping.mode.name
 
     def flush(self) -> None:
-        """Write changes to stable storage, in mode ``"r+"``."""
-        for part in (self.values, self.offsets, self.shapes):
+        """Write changes to stable storage, in mode ``"r+"``; of a slice with a step, all of them.
+
+        Raises
+        ------
+        OSError
+            If the device reports an error.
+        """
+        mine: tuple[Tensor, ...] = (self.values, self.offsets, self.shapes)
+        if self._contiguous() is None:  # those are copies
+            parts = self._parts
+            mine = (parts.values, _tensor(parts.offsets), _tensor(parts.shapes))
+        for part in mine:
             if isinstance(part, MemoryMappedTensor):
                 part.flush()
 
     def __repr__(self) -> str:
-        mapping = getattr(self._parts.values.untyped_storage(), "mapping", None)
+        mapping = mapping_of(self._parts.values)
         where = "" if mapping is None else f", filename={mapping.path!r}, mode={self.mode!r}"
         what = f"len={self._length}, ndim={self.ndim}, dtype={self.dtype}"
         return f"{type(self).__name__}({what}{where})"
@@ -343,8 +362,15 @@ class JaggedTensor(
     # --- copies and references ---------------------------------------------------------
 
     def _chunks(self) -> Iterator[memoryview]:
-        """Yield the bytes of all elements, for `rawfile.write_chunks`."""
+        """Yield the bytes of all elements, for `rawfile.write_chunks`.
+
+        Raises
+        ------
+        SizeError
+            Before the first byte, if an element is damaged: it would be what it is not.
+        """
         bounds = self._contiguous()
+        self._check()
         if bounds is not None:
             itemsize = self.dtype.itemsize
             yield self._bytes()[bounds[0] * itemsize : bounds[1] * itemsize]
@@ -397,16 +423,6 @@ class JaggedTensor(
             table = np.ascontiguousarray(self._table())
             parts, window = make_parts(self.dtype, table, self._chunks(), None), (0, 1, len(self))
         return _from_block, (type(self), parts.source, self.dtype, parts.shapes.shape, window)
-
-
-def _number(index: Any) -> int | None:
-    """Read an index of one element; a tensor of one number is one only without dimensions."""
-    if getattr(index, "ndim", 0):
-        return None
-    try:
-        return operator.index(index)
-    except TypeError:
-        return None
 
 
 def _tensor(array: Integers) -> Tensor:

@@ -120,9 +120,21 @@ class JaggedCollate:
         batch
             A `JaggedTensor`, a list of one (which a `JaggedTensor` gives as a data set), or
             a list of tensors.
+
+        Raises
+        ------
+        TypeError
+            If it is something else, such as a batch of a `TensorDict`.
         """
         if isinstance(batch, list) and len(batch) == 1 and isinstance(batch[0], JaggedTensor):
             batch = batch[0]
+        one = batch[0] if isinstance(batch, list) and batch else batch
+        if hasattr(one, "batch_size"):
+            raise TypeError(
+                "JaggedCollate makes one tensor of the elements of a JaggedTensor, got a "
+                f"{type(one).__name__}. Pass a function that does so with a leaf, for example "
+                'collate_fn=lambda batch: batch["tokens"].to_padded().'
+            )
         if not isinstance(batch, JaggedTensor):
             batch = _gathered(batch)
         if self.layout == "padded":

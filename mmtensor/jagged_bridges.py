@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmtensor.arrays import byte_chunks
 from mmtensor.dtypes import canonical_name
-from mmtensor.errors import GradientError, ShapeError
+from mmtensor.errors import DeviceError, DtypeError, GradientError, ShapeError
 from mmtensor.jagged_layout import Integers, uniform_rest
 from mmtensor.jagged_source import Elements
 from mmtensor.jagged_strings import Strings
@@ -21,6 +21,8 @@ __all__ = ["JaggedConversions", "read_awkward", "read_nested"]
 
 # Up to this many numbers per element, one mask over everything is faster than a loop.
 _FEW = 256
+# Of these torch cannot index by a mask; as numbers with a sign the same bits are moved.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Source = tuple[torch.dtype, Integers, Iterable[Chunk]]
 
 
@@ -66,10 +68,18 @@ def _read_jagged(nested: Any) -> _Source | None:
 
 def _to_nested(j: Any, layout: torch.layout) -> Tensor:
     """Return a jagged tensor as a torch nested tensor; see `JaggedTensor.to_nested`."""
+    j._check()
     if layout is torch.strided:
-        return torch.nested.nested_tensor(
-            [_plain(element) for element in j], dtype=j.dtype, layout=torch.strided
-        )
+        try:
+            return torch.nested.nested_tensor(
+                [_plain(element) for element in j], dtype=j.dtype, layout=torch.strided
+            )
+        except NotImplementedError:
+            raise DtypeError(
+                f"torch has no nested tensors of {j.dtype} with torch.strided layout. Convert the "
+                "elements first, for example j.to(torch.int64).to_nested(torch.strided), or use "
+                "to_padded() or to_nested(torch.jagged)."
+            ) from None
     if layout is not torch.jagged:
         raise ValueError(f"layout must be torch.jagged or torch.strided, got {layout!r}.")
     if j.ndim == 0:
@@ -104,6 +114,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _to_padded(j: Any, padding_value: Any, *, mask: bool) -> tuple[Tensor, Tensor | None]:
     """Return a padded tensor, and where it has numbers; see `JaggedTensor.to_padded`."""
+    j._check()
     shapes = as_array(j.shapes)
     count, ndim = shapes.shape
     largest = tuple(shapes.max(0).tolist()) if count else (0,) * ndim
@@ -112,7 +123,8 @@ def _to_padded(j: Any, padding_value: Any, *, mask: bool) -> tuple[Tensor, Tenso
     few = numel < _FEW * count
     inside = _inside(shapes, largest) if mask or few else None
     if few and inside is not None:
-        padded[inside] = _plain(j.values)
+        carrier = _SIGNED.get(j.dtype, j.dtype)
+        padded.view(carrier)[inside] = _plain(j.values).view(carrier)
     elif numel:
         for number, element in enumerate(j):
             place: Any = (number, *map(slice, element.shape))
@@ -141,6 +153,7 @@ def _awkward() -> Any:
 
 def _to_awkward(j: Any) -> Any:
     """Return a jagged tensor as an awkward array; see `JaggedTensor.to_awkward`."""
+    j._check()
     ak = _awkward()
     contents, index = ak.contents, ak.index
     shapes = as_array(j.shapes)
@@ -209,7 +222,7 @@ def _strings(j: Any) -> Strings:
             "strings are elements of torch.uint8 with one dimension, these are of "
             f"{j.dtype} with {j.ndim}."
         )
-    return Strings(j._bytes(), j._at, j._first, j._step, len(j))
+    return Strings(j)
 
 
 class JaggedConversions:
@@ -225,12 +238,14 @@ class JaggedConversions:
         layout
             `torch.jagged`: on the same values, without a copy, where only the first dimension
             varies. Where another one does, and no more than one, the values are copied.
-            `torch.strided`: a copy, of any shapes.
+            `torch.strided`: a copy, of any shapes; torch has it for some dtypes only.
 
         Raises
         ------
         ShapeError
             A `ValueError`: torch has no such tensor in this layout.
+        DtypeError
+            A `TypeError`: torch has none of this dtype (uint16 to uint64, float8) in this layout.
 
         Examples
         --------
@@ -265,6 +280,40 @@ class JaggedConversions:
         """
         padded, mask = _to_padded(self, padding_value, mask=return_mask)
         return (padded, mask) if return_mask else padded
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return a jagged tensor of another dtype, in regular memory; itself if it is of this one.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As for `torch.Tensor.to`: a dtype, ``copy=True``. The device stays the CPU.
+
+        Raises
+        ------
+        DeviceError
+            A `ValueError` (and `RuntimeError`): another device.
+
+        Examples
+        --------
+        >>> j = JaggedTensor.from_tensors([torch.tensor([1, 2]), torch.tensor([3])])
+        >>> j.to(torch.float32)[0]
+        tensor([1., 2.])
+        """
+        me: Any = self
+        values: Tensor = me.values
+        copy = kwargs.pop("copy", False)
+        parse: Any = torch._C._nn._parse_to  # what torch's own `to` of modules asks
+        device, dtype, *_ = parse(*args, **kwargs)
+        if device is not None and device.type != "cpu":
+            raise DeviceError(
+                f"a jagged tensor lives on the CPU, got device={str(device)!r}. Move what torch "
+                "can hold there: j.to_nested().to(device), or j.to_padded().to(device)."
+            )
+        if not copy and dtype in (None, values.dtype):
+            return self
+        moved = _plain(values).to(values.dtype if dtype is None else dtype, copy=True)
+        return type(me)(moved, me.shapes.clone(), me.offsets.clone())  # type: ignore[no-any-return]  # of this class
 
     def to_awkward(self) -> Any:
         """Return an `awkward.Array` on the same values, without copying them.

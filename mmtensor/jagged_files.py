@@ -15,7 +15,7 @@ import numpy as np
 from mmtensor.errors import ShapeError, SizeError
 from mmtensor.jagged_layout import Integers, check_rows
 from mmtensor.mapping import FileMapping, map_descriptor
-from mmtensor.rawfile import open_existing
+from mmtensor.rawfile import DENIED, open_existing
 
 if sys.platform != "win32":
     import fcntl
@@ -41,7 +41,6 @@ _PAUSE = 0.001
 # Rows that decide how many dimensions a table has, where its size does not.
 _SAMPLE = 16
 _MOST_DIMENSIONS = 64  # NumPy's and torch's limit
-_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY)
 
 
 class Names(NamedTuple):
@@ -150,7 +149,7 @@ def _open_in(names: Names, mode: str | None, dtype: np.dtype[Any], ndim: int | N
     try:
         return _open_once(names, "r+", dtype, ndim)
     except OSError as error:
-        if error.errno not in _DENIED:
+        if error.errno not in DENIED:
             raise
         return _open_once(names, "c", dtype, ndim)
 

@@ -48,6 +48,12 @@ class JaggedGathering:
         offsets = self._parts.offsets
         return offsets[:-1][rows], offsets[1:][rows]
 
+    def _check(self) -> None:
+        """Raise a `SizeError` that names the first element that is damaged, if there is one."""
+        parts = self._parts
+        rows = self._rows()
+        check_rows(*self._bounds(), parts.shapes[rows], len(parts.values))
+
     def _gather(self, ids: Integers) -> Self:
         """Copy elements into regular memory."""
         rows = ids if self._step == 1 else ids * self._step

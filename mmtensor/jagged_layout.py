@@ -1,6 +1,7 @@
 """What a jagged tensor's shapes and offsets mean: counts, checks, gathering. NumPy only."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "gather_bytes",
     "offsets_of",
     "positions",
+    "row_number",
     "row_numbers",
     "uniform_rest",
 ]
@@ -186,6 +188,16 @@ def complaint(row: int, start: int, stop: int, shape: tuple[int, ...], total: in
         f"element {row} is damaged: {what}. The offsets or the shapes were written by "
         "something else, or not to the end."
     )
+
+
+def row_number(index: Any) -> int | None:
+    """Read an index of one element; a tensor of one number is one only without dimensions."""
+    if getattr(index, "ndim", 0):
+        return None
+    try:
+        return operator.index(index)
+    except TypeError:
+        return None
 
 
 def row_numbers(index: Any, length: int) -> Integers:

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from mmtensor.adoption import from_storage
+from mmtensor.creation import repeated
 from mmtensor.dtypes import numpy_dtype
 from mmtensor.errors import ShapeError, SizeError
 from mmtensor.jagged_files import Files, int64_on, open_files
 from mmtensor.jagged_layout import Integers, as_shapes, check_rows, counts_of, offsets_of
 from mmtensor.jagged_saving import write_files
 from mmtensor.mapping import SharedMapping, map_file
-from mmtensor.rawfile import CHUNK, Chunk, Path, absolute
-from mmtensor.storage import as_array, native_dtype, tensor_on
+from mmtensor.rawfile import Chunk, Path, absolute
+from mmtensor.storage import native_dtype, tensor_on
 from mmtensor.tensor import MemoryMappedTensor
 
 __all__ = [
@@ -141,18 +142,8 @@ def filled_parts(
     chunks = None
     if fill_value is not None and (type(fill_value) is not int or fill_value != 0):
         total = int(offsets_of(counts_of(table), found.itemsize)[-1])
-        chunks = _repeated(torch.full((), fill_value, dtype=found, device="cpu"), total)
+        chunks = repeated(fill_value, found, total * found.itemsize)
     return make_parts(found, table, chunks, filename, existsok=existsok, preallocate=preallocate)
-
-
-def _repeated(value: Tensor, count: int) -> Iterable[memoryview]:
-    element = as_array(value).tobytes()
-    pattern = memoryview(element * min(CHUNK // len(element), count))
-    left = count * len(element)
-    while left:
-        piece = pattern[:left]
-        yield piece
-        left -= len(piece)
 
 
 def open_parts(filename: Path, dtype: Any, shapes: Any, mode: str | None) -> Parts:

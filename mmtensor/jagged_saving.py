@@ -9,7 +9,7 @@ import numpy as np
 from mmtensor.jagged_files import Files, locked, marker, names_of
 from mmtensor.jagged_layout import Integers
 from mmtensor.mapping import map_new
-from mmtensor.rawfile import Chunk, NewFile, reserve, write_all, write_chunks
+from mmtensor.rawfile import Chunk, NewFile, naming, reserve, write_all, write_chunks
 
 __all__ = ["publish", "write_files"]
 
@@ -53,13 +53,16 @@ def write_files(
         NewFile(names.offsets, existsok=existsok) as second,
         NewFile(names.shapes, existsok=existsok) as third,
     ):
-        if chunks is None:
-            reserve(first.fd, nbytes, preallocate=preallocate)
-        else:
-            write_chunks(first.fd, chunks, nbytes)
-        write_all(second.fd, offsets.data)
-        table = shapes.reshape(-1)
-        write_all(third.fd, table.data if length or ndim == 1 else marker(ndim))
+        with naming(names.values):
+            if chunks is None:
+                reserve(first.fd, nbytes, preallocate=preallocate)
+            else:
+                write_chunks(first.fd, chunks, nbytes)
+        with naming(names.offsets):
+            write_all(second.fd, offsets.data)
+        with naming(names.shapes):
+            table = shapes.reshape(-1)
+            write_all(third.fd, table.data if length or ndim == 1 else marker(ndim))
         files = Files(
             map_new(first.fd, first.path, nbytes),
             map_new(second.fd, second.path, offsets.nbytes),
@@ -82,6 +85,9 @@ def publish(values: NewFile, offsets: NewFile, shapes: NewFile, *, existsok: boo
         # Two that replaced the same one at once would leave the values of one under the
         # offsets of the other.
         with locked(os.path.dirname(offsets.path), shared=False):
+            # What may fail for want of room comes before the old one ends.
+            for file in (values, shapes, offsets):
+                file.name_beside()
             try:
                 os.unlink(offsets.path)
             except FileNotFoundError:

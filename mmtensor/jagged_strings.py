@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mmtensor.jagged_layout import Integers
+from mmtensor.jagged_layout import Integers, row_number
 
 __all__ = ["Strings", "encoded"]
 
@@ -40,32 +40,37 @@ def _checked(strings: Iterable[Any]) -> Iterator[Any]:
 class Strings(Sequence[str]):
     """The elements of a jagged tensor of bytes as str: see `JaggedTensor.strings`.
 
+    It goes to other processes as the jagged tensor does.
+
     Parameters
     ----------
-    memory
-        The bytes of all values.
-    at
-        The offsets.
-    first, step, length
-        Which elements: `first`, `first + step` and so on.
+    elements
+        The jagged tensor.
     """
 
-    __slots__ = ("_at", "_first", "_length", "_memory", "_step")
+    __slots__ = ("_at", "_elements", "_first", "_length", "_memory", "_step")
 
-    def __init__(self, memory: memoryview, at: Any, first: int, step: int, length: int) -> None:
-        self._memory, self._at = memory, at
-        self._first, self._step, self._length = first, step, length
+    def __init__(self, elements: Any) -> None:
+        self._elements = elements
+        # What self[i] needs, at hand.
+        self._memory: memoryview = elements._bytes()
+        self._at: Any = elements._at
+        self._first: int = elements._first
+        self._step: int = elements._step
+        self._length: int = len(elements)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Strings, (self._elements,)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            chosen = range(self._length)[index]
-            first = self._first + chosen.start * self._step
-            return Strings(self._memory, self._at, first, self._step * chosen.step, len(chosen))
+        number = row_number(index)
+        if number is None:
+            return Strings(self._elements[index])
         try:
-            row = range(self._length)[index]
+            row = range(self._length)[number]
         except IndexError:
             raise IndexError(
                 f"element {index} is out of range for {self._length} elements."

@@ -134,8 +134,8 @@ class JaggedWriter:
         ):
             write_all(offsets.fd, struct.pack("=q", 0))
             write_all(shapes.fd, marker(self.ndim))
-            self._fds = [os.dup(file.fd) for file in (values, offsets, shapes)]
             try:
+                self._hold(values.fd, offsets.fd, shapes.fd)
                 _lock(self._fds[1], names)
                 publish(values, offsets, shapes, existsok=existsok)
             except BaseException:
@@ -143,10 +143,15 @@ class JaggedWriter:
                 raise
         self._marker = 0  # where the marker stands in the file of shapes
 
+    def _hold(self, *fds: int) -> None:
+        self._fds = []
+        for fd in fds:  # one by one: those from before the last one that there is are closed
+            self._fds.append(os.dup(fd))
+
     def _open(self) -> None:
         try:
             with Opened(self._names, "r+", numpy_dtype(self.dtype), self.ndim) as found:
-                self._fds = [os.dup(fd) for fd, _ in (found.values, found.offsets, found.shapes)]
+                self._hold(found.values[0], found.offsets[0], found.shapes[0])
                 _lock(self._fds[1], self._names)
                 found.check_still()
                 self._length, self._total = found.length, found.total
@@ -283,11 +288,14 @@ class JaggedWriter:
             for start in range(0, len(elements), _PENDING):
                 part = elements[start : start + _PENDING]
                 self.flush()
-                base = self._written // self.dtype.itemsize
+                end = self._written
+                base = end // self.dtype.itemsize
                 for chunk in part._chunks():
-                    self._written = write_all(self._fds[0], chunk, self._written)
-                self._sizes = part._table().reshape(-1).tolist()
+                    end = write_all(self._fds[0], chunk, end)
                 starts, stops = part._bounds()
+                # Only now: where there was no room for all of it, none of it counts.
+                self._written = end
+                self._sizes = part._table().reshape(-1).tolist()
                 self._stops = ((stops - starts).cumsum() + base).tolist()
                 self.flush()
                 bar.update(len(part))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -163,3 +164,22 @@ def settled_descriptors():
 def descriptors():
     """Count the open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def few_descriptors(free):
+    """Leave this process so many descriptors, and no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 100, limits[1]))
+    held = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(free):
+            os.close(held.pop())
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmtensor
-from mmtensor import JaggedTensor, MemoryMappedTensor
+from mmtensor import DeviceError, JaggedTensor, MemoryMappedTensor, mapping
 from mmtensor.testing import dtypes, row_indices
 
 SHAPES = {
@@ -512,3 +512,37 @@ def test_reads_do_not_disturb_each_other(five):
     kept = [j[i] for i in (0, 4, 0, 3)]
     del j
     torch.testing.assert_close(kept, [elements[i] for i in (0, 4, 0, 3)], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float16, 70000), (torch.float8_e4m3fn, 500), (torch.uint8, 256)]
+)
+def test_full_of_what_a_dtype_does_not_have(dtype, value):
+    """A value that the dtype cannot hold raises, as in torch; there is no infinity instead."""
+    with pytest.raises(RuntimeError, match="without overflow"):
+        JaggedTensor.full([[3]], value, dtype=dtype)
+
+
+def test_to():
+    """Another dtype is a copy in regular memory; the same one is the tensor itself."""
+    j = JaggedTensor.from_tensors([torch.tensor([[1, 2]]), torch.tensor([[3], [4]])])
+    half = j[::-1].to(torch.float16)
+    assert half.tolist() == [[[3.0], [4.0]], [[1.0, 2.0]]]
+    assert (half.dtype, half.mode) == (torch.float16, None)
+    assert j.to(torch.int64) is j.to("cpu") is j.to(j.values) is j
+    copy = j.to(torch.int64, copy=True)
+    copy.fill_(0)
+    assert j.values.tolist() == [1, 2, 3, 4]
+    with pytest.raises(DeviceError, match="a jagged tensor lives on the CPU, got device='meta'"):
+        j.to("meta")
+
+
+@pytest.mark.parametrize("step", [1, 2, -1])
+def test_flush_writes_what_was_changed(tmp_path, monkeypatch, step):
+    """The bytes of the elements are written, of a slice with a step as well."""
+    j = JaggedTensor.zeros([[2048], [2048], [2048]], filename=tmp_path / "x.memmap")
+    synced = []
+    monkeypatch.setattr(mapping, "msync", lambda address, length: synced.append((address, length)))
+    j[::step].flush()
+    assert (j.values.data_ptr(), 3 * 8192) in synced
+    assert len(synced) == 3

@@ -1,5 +1,6 @@
 """Jagged tensors as nested, padded, awkward and joined ones, and as strings."""
 
+import pickle
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import mmtensor
-from mmtensor import JaggedCollate, JaggedTensor, MemoryMappedTensor
+from mmtensor import DtypeError, JaggedCollate, JaggedTensor, MemoryMappedTensor, TensorDict
 
 # torch says so of every nested tensor in the strided layout.
 pytestmark = pytest.mark.filterwarnings(
@@ -428,3 +429,41 @@ def test_wrong_collate():
     assert repr(JaggedCollate()) == "JaggedCollate('nested', padding_value=0)"
     with pytest.raises(TypeError, match="element 1 has dtype"):
         JaggedCollate()([torch.ones(1), torch.ones(1, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("size", [3, 1000])
+def test_padding_of_unsigned_numbers(dtype, size):
+    """Dtypes of which torch has few kernels are padded, long elements and short ones."""
+    top = torch.iinfo(dtype).max
+    pieces = [[top] * size, [1]]
+    j = JaggedTensor.from_tensors([torch.tensor(one, dtype=dtype) for one in pieces])
+    padded, mask = j.to_padded(7, return_mask=True)
+    assert padded.dtype is dtype
+    assert padded.tolist() == [[top] * size, [1] + [7] * (size - 1)]
+    assert mask.sum() == size + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2])
+def test_dtypes_without_strided_nested_tensors(dtype):
+    """What torch cannot hold in a nested tensor is an error that says what can."""
+    j = JaggedTensor.zeros([[1], [2]], dtype=dtype)
+    with pytest.raises(DtypeError, match=r"torch has no nested tensors of .*j.to\(torch.int64\)"):
+        j.to_nested(torch.strided)
+
+
+def test_strings_cross_processes(tmp_path):
+    """Strings travel as their jagged tensor does, slices too."""
+    j = JaggedTensor.from_strings(TEXTS, filename=tmp_path / "x.memmap")
+    strings = pickle.loads(pickle.dumps(j.strings[::-1]))
+    assert list(strings) == TEXTS[::-1]
+    assert len(pickle.dumps(j.strings)) < 1000
+    assert strings[[5, 0]].decode_all() == [TEXTS[0], TEXTS[5]]
+    assert j.strings[torch.tensor([True] + [False] * 5)].decode_all() == TEXTS[:1]
+
+
+def test_collating_a_container():
+    """A batch of a TensorDict is no jagged tensor; the message says how to pad a leaf of it."""
+    td = TensorDict({"j": JaggedTensor.zeros([[1], [2]]), "x": torch.zeros(2)}, [2])
+    with pytest.raises(TypeError, match=r"got a TensorDict.*batch\[\"tokens\"\].to_padded"):
+        next(iter(DataLoader(td, 2, collate_fn=JaggedCollate("padded"))))

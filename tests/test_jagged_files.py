@@ -1,6 +1,8 @@
 """The three files of a jagged tensor: bytes, opening, checking, replacing, size."""
 
+import copy
 import ctypes
+import errno
 import os
 import struct
 import threading
@@ -9,10 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import descriptors, settled_descriptors
+from conftest import descriptors, few_descriptors, settled_descriptors, snapshot
 
 import mmtensor
-from mmtensor import JaggedTensor, JaggedWriter, MemoryMappedTensor, rawfile
+from mmtensor import (
+    JaggedTensor,
+    JaggedWriter,
+    MemoryMappedTensor,
+    ShapeError,
+    SizeError,
+    TensorDict,
+    jagged_saving,
+    rawfile,
+)
 
 NAMES = ("x.memmap", "x.offsets.memmap", "x.shape.memmap")
 # torch says so of every nested tensor in the strided layout.
@@ -554,3 +565,115 @@ def test_files_that_tensordict_reads(tmp_path):
         tmp_path / "td" / "x.memmap", torch.float32, torch.as_tensor(np.asarray(table))
     )
     torch.testing.assert_close(list(theirs.unbind(0)), elements, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "position", "number"),
+    [
+        ("shape", 1, 5),
+        ("shape", 1, -3),
+        ("offsets", 2, 10**12),
+        ("offsets", 2, -5),
+        ("offsets", 2, 4),
+        ("offsets", 2, 2**63 - 1),
+    ],
+)
+@pytest.mark.parametrize("part", [slice(None), slice(2), slice(2, 5), slice(1, 4), slice(0, 6, 2)])
+def test_damage_is_not_copied(tmp_path, file, position, number, part):
+    """What copies all elements names the damaged one; the others stay what they are."""
+    path = tmp_path / "x.memmap"
+    JaggedTensor.from_tensors([torch.full((3,), float(n)) for n in range(6)], filename=path)
+    table = np.fromfile(tmp_path / f"x.{file}.memmap", np.int64)
+    table[position] = number
+    table.tofile(tmp_path / f"x.{file}.memmap")
+    j = JaggedTensor.from_filename(path, torch.float32)[part]
+    expected = [float(n) for n in range(6)][part]
+
+    def into_writer():
+        with JaggedWriter(tmp_path / "w.memmap", torch.float32, existsok=True) as writer:
+            try:
+                writer.extend(j)
+            finally:
+                assert len(writer) in (0, len(j))
+        return JaggedTensor.from_filename(tmp_path / "w.memmap", torch.float32)
+
+    copies = {
+        "cat": lambda: mmtensor.cat([j]),
+        "writer": into_writer,
+        "from_tensors": lambda: JaggedTensor.from_tensors(j),
+        "memmap": lambda: TensorDict({"j": j}, [len(j)]).memmap(tmp_path / "td")["j"],
+        "share_memory_": lambda: TensorDict({"j": j}, [len(j)]).share_memory_()["j"],
+        "to_nested": lambda: j.to_nested().unbind(),
+        "strided": lambda: j.to_nested(torch.strided).unbind(),
+        "to_padded": j.to_padded,
+        "clone": lambda: copy.deepcopy(j),
+        "ids": lambda: j[list(range(len(j)))],
+        "to": lambda: j.to(torch.float64),
+        "tolist": j.tolist,
+    }
+    damaged = False
+    try:
+        assert [one.tolist() for one in j] == [[value] * 3 for value in expected]
+    except SizeError:
+        damaged = True
+    for name, make in copies.items():
+        if damaged:
+            message = r"element \d is damaged|must be non-negative, got .* for element \d"
+            with pytest.raises((SizeError, ShapeError), match=message):
+                pytest.fail(f"{name} gave {make()}")
+        else:
+            assert [list(map(float, one)) for one in make()] == [[value] * 3 for value in expected]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_writer_without_descriptors(tmp_path, append):
+    """A writer for which there are too few descriptors keeps none of them."""
+    path = tmp_path / "x.memmap"
+    JaggedWriter(path, "uint8").close()
+    before = descriptors()
+    failures = 0
+    for free in range(12):
+        with few_descriptors(free):
+            try:
+                JaggedWriter(path, "uint8", append=append, existsok=not append).close()
+            except OSError as error:
+                failures += error.errno == errno.EMFILE
+    assert 5 <= failures < 12
+    assert descriptors() == before
+    assert len(JaggedTensor.from_filename(path, "uint8")) == 0
+
+
+def test_a_full_disk_is_named_after_the_file(tmp_path, monkeypatch):
+    """Of the three files that are written side by side the one without room is named."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, function in (("x.memmap", "write_chunks"), ("x.offsets.memmap", "write_all")):
+        with monkeypatch.context() as patch:
+            patch.setattr(jagged_saving, function, full)
+            with pytest.raises(OSError, match="No space left") as caught:
+                JaggedTensor.from_tensors([torch.ones(2)], filename=tmp_path / "x.memmap")
+        assert caught.value.filename == str(tmp_path / name)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_replacing_without_room_for_a_name(tmp_path, monkeypatch):
+    """Where the new files cannot get names, the old ones stay."""
+    path = tmp_path / "x.memmap"
+    JaggedTensor.from_tensors([torch.ones(2)], filename=path)
+    before = snapshot(tmp_path)
+    calls = []
+    link = rawfile.link_descriptor
+
+    def full(fd, name):
+        calls.append(name)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        link(fd, name)
+
+    monkeypatch.setattr(rawfile, "link_descriptor", full)
+    with pytest.raises(OSError, match="No space left"):
+        JaggedTensor.from_tensors([torch.zeros(3)], filename=path, existsok=True)
+    assert snapshot(tmp_path) == before
+    assert JaggedTensor.from_filename(path, torch.float32).tolist() == [[1, 1]]

@@ -404,6 +404,29 @@ class TestNoRoom:
         monkeypatch.setattr(jagged_writer, "write_all", write)
         return switch
 
+    def test_extend_again(self, path, full, monkeypatch):
+        """Of a jagged tensor that did not fit nothing counts, and what follows is right."""
+        source = JaggedTensor.from_tensors([element(number) for number in range(20)])
+        writer = JaggedWriter(path, "uint8", 2)
+        writer.append(element(1))
+        chunks = JaggedTensor._chunks
+
+        def some(j):
+            yield from chunks(j[:9])
+            full.set()
+            yield from chunks(j[9:])
+
+        monkeypatch.setattr(JaggedTensor, "_chunks", some)
+        with pytest.raises(OSError, match="No space left"):
+            writer.extend(source)
+        full.clear()
+        monkeypatch.setattr(JaggedTensor, "_chunks", chunks)
+        writer.append(element(2))
+        writer.extend(source)
+        writer.close()
+        expected = [element(1), element(2), *map(element, range(20))]
+        assert read(path).tolist() == [one.tolist() for one in expected]
+
     def test_append_again(self, path, full):
         """An element that could not be appended is not in the writer, and can come again."""
         writer = JaggedWriter(path, torch.uint8)
@@ -575,3 +598,26 @@ def test_readers_while_a_writer_works(path):
     assert opened > 5
     check(read(path))
     assert len(read(path)) == 600
+
+
+def test_durable_flush(path, monkeypatch):
+    """Values and shapes are on stable storage before the offsets that speak of them."""
+    synced = []
+    fsync = os.fsync
+
+    def watch(fd):
+        (file,) = [
+            one for one in path.parent.iterdir() if os.path.samestat(one.stat(), os.fstat(fd))
+        ]
+        synced.append((file.name, len(read(path))))
+        fsync(fd)
+
+    with JaggedWriter(path, "uint8", 2) as writer:
+        writer.append(element(1))
+        writer.flush()
+        assert synced == []
+        monkeypatch.setattr(os, "fsync", watch)
+        writer.append(element(2))
+        writer.flush(durable=True)
+        monkeypatch.undo()
+    assert synced == [("x.memmap", 1), ("x.shape.memmap", 1), ("x.offsets.memmap", 2)]
