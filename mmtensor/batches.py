@@ -1,6 +1,5 @@
 """Batches of a container: gathered into buffers that are used again, ahead if need be."""
 
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from mmtensor.geometry import as_count
 from mmtensor.indexing import carried
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
@@ -20,6 +20,7 @@ from mmtensor.prefetch import (
     populate,
     will_need_rows,
 )
+from mmtensor.storage import refuse_write
 from mmtensor.tree import Tree
 
 __all__ = ["Batches"]
@@ -219,6 +220,7 @@ class _Gatherer:
                     f"leaf {name_path(path)} of out must have shape {list(shape)}, or more rows, "
                     f"and dtype {entry.leaf.dtype}, got {got}."
                 )
+            refuse_write(buffer, f"writing to leaf {name_path(path)} of out")
             buffer = buffer[: self.batch_size]
             slot.append((buffer, carried(to_plain(buffer))))
         return slot
@@ -257,16 +259,6 @@ class _Gatherer:
         return self.gather(number, slot)
 
 
-def _number(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < least:
-        raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}.")
-    return number
-
-
 class Batches(Iterator[Any]):
     """One epoch of batches; see `TensorDict.batches`, which makes it.
 
@@ -294,9 +286,9 @@ class Batches(Iterator[Any]):
         self._taken = self._sent = self._count = 0
         self._threads: ThreadPoolExecutor | None = None
         self._futures: deque[Future[Any]] = deque()
-        batch_size = _number("batch_size", batch_size, 1)
-        prefetch = _number("prefetch", prefetch, 0)
-        num_threads = _number("num_threads", num_threads, 0)
+        batch_size = as_count("batch_size", batch_size, 1)
+        prefetch = as_count("prefetch", prefetch, 0)
+        num_threads = as_count("num_threads", num_threads, 0)
         if not tree._batch_size:
             raise RuntimeError("a TensorDict without batch dimensions has no elements to batch.")
         length = int(tree._batch_size[0])
@@ -402,4 +394,6 @@ class Batches(Iterator[Any]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # The garbage collector may come by in one of the threads, which cannot wait for itself.
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)

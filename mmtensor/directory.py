@@ -1,5 +1,6 @@
 """Directories that appear whole: written beside, then exchanged with what is there."""
 
+import contextlib
 import errno
 import itertools
 import operator
@@ -17,7 +18,7 @@ from mmtensor.syscalls import LINUX, rename_exchange, rename_noreplace
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # there saving a directory is refused
 
 __all__ = [
     "NewDirectory",
@@ -26,6 +27,7 @@ __all__ = [
     "open_beneath",
     "open_directory",
     "read_beneath",
+    "sync_beneath",
 ]
 
 # Tells by the bytes of a meta.json, none without one, which files and which directories
@@ -38,6 +40,8 @@ _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_RDWR | _CLOEXEC | _NOFOLLOW
 _META = "meta.json"
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS)
+# What opening says of a file, a symbolic link or somebody else's directory.
+_IN_THE_WAY = (errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 # Another save that has just replaced the same directory is done within this time.
 _PATIENCE = 1.0
 # Numbers of directories that are looked for; one more than saves that were killed at once.
@@ -83,6 +87,15 @@ def read_beneath(name: str, dir_fd: int) -> bytes:
         while len(data) < size and (more := os.read(fd, size - len(data))):
             data += more
         return data
+    finally:
+        os.close(fd)
+
+
+def sync_beneath(name: str, dir_fd: int) -> None:
+    """Write the data of a regular file in an open directory to stable storage."""
+    fd, _ = open_beneath(name, dir_fd, MODES["r"])
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -264,7 +277,7 @@ class NewDirectory:
         """Make a directory beside the target that no other process uses, or take one over."""
         for number in itertools.count():
             name = self._beside(number)
-            fd = self._take(name, make=True)
+            fd = self._occupy(name, make=True)
             if fd is not None:
                 return name, fd
         raise AssertionError  # counting never ends
@@ -273,38 +286,66 @@ class NewDirectory:
         stem = self._name if len(os.fsencode(self._name)) < 230 else self._name[:50]
         return f".{stem}.{number}.new"
 
-    def _take(self, name: str, *, make: bool) -> int | None:
+    def _occupy(self, name: str, *, make: bool) -> int | None:
         """Lock a directory beside the target and empty it; None if it is not to be had."""
         while True:
-            if make:
-                try:
-                    os.mkdir(name, dir_fd=self._parent)
-                except FileExistsError:
-                    pass
+            made = make and self._make(name)
             try:
                 fd = open_directory(name, self._parent)
+                empty = self._empty(name, fd)
             except FileNotFoundError:
                 if make:
                     continue  # its owner has just published it
                 return None
-            except OSError:
-                return None  # a file or a symbolic link
-            if not _lock(fd):  # another save is at work
-                os.close(fd)
+            except OSError as error:
+                if made:  # with descriptors left, and rights for what is new, it could be
+                    _quietly(os.rmdir, name, self._parent)
+                elif error.errno in _IN_THE_WAY:
+                    return None
+                raise self._not_made(error) from None
+            if empty:
+                return fd
+            os.close(fd)
+            if empty is False:
                 return None
-            if _leads_to(name, fd, self._parent):
+
+    def _empty(self, name: str, fd: int) -> bool | None:
+        """Lock a directory and empty it, or unlock it; None if it was published just now."""
+        locked = _lock(fd)
+        empty: bool | None = None
+        try:
+            # Where nothing can be locked, only an empty one is certainly not in use.
+            if locked is False or (locked is None and os.listdir(fd)):
+                empty = False  # another save is at work
+            elif _leads_to(name, fd, self._parent):
                 _remove_owned(fd, self._owned)
-                if not os.listdir(fd):
-                    return fd
-                _release(fd)
-                return None  # something that is not ours
+                empty = not os.listdir(fd)  # there may be something that is not ours
+        except BaseException:
             _release(fd)
+            raise
+        if not empty:
+            _unlock(fd)
+        return empty
+
+    def _make(self, name: str) -> bool:
+        """Make a directory beside the target; return whether it is new."""
+        try:
+            os.mkdir(name, dir_fd=self._parent)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._not_made(error) from None
+        return True
+
+    def _not_made(self, error: OSError) -> OSError:
+        what = f"{error.strerror}, for a directory beside the one to save to"
+        return type(error)(error.errno, what, self.path)
 
     def _remove_leftovers(self) -> None:
         """Remove what saves that were killed have left, as many as may have run at once."""
         for number in range(_LEFTOVERS):
             name = self._beside(number)
-            fd = self._take(name, make=False)
+            fd = self._occupy(name, make=False)
             if fd is not None:
                 _quietly(os.rmdir, name, self._parent)
                 _release(fd)
@@ -320,9 +361,12 @@ class NewDirectory:
             return
         try:
             for name in names:
-                rename_noreplace(f"/proc/self/fd/{old}/{name}", f"/proc/self/fd/{target}/{name}")
-        except OSError:
-            pass  # a new file has its name; it stays where it is
+                try:
+                    rename_noreplace(
+                        f"/proc/self/fd/{old}/{name}", f"/proc/self/fd/{target}/{name}"
+                    )
+                except OSError:  # each for itself
+                    pass  # a new file has its name; it stays where it is
         finally:
             os.close(target)
 
@@ -349,7 +393,7 @@ class NewDirectory:
                 break
             self._check()
             try:
-                _exchange(temporary, self._name, self._parent)
+                self._exchange(temporary)
             except FileNotFoundError:
                 continue  # it has gone meanwhile
             except OSError as error:
@@ -357,9 +401,42 @@ class NewDirectory:
                     raise _busy(self.path, "it is a mount point") from None
                 raise
             self._temporary = None
-            self._dispose(temporary)
+            with contextlib.suppress(OSError):
+                self._dispose(temporary)
             break
-        self._remove_leftovers()
+        # The new one is there. What cannot be removed now goes with the next save.
+        with contextlib.suppress(OSError):
+            self._remove_leftovers()
+
+    def _exchange(self, source: str) -> None:
+        """Let a name and the target change places; in steps where the system has no such call."""
+        parent, target = self._parent, self._name
+        if LINUX:
+            try:
+                rename_exchange(source, target, dir_fd=parent)
+                return
+            except OSError as error:
+                if error.errno not in _NO_EXCHANGE:
+                    raise
+        # A crash between the renames leaves the target without a directory, or what it was
+        # under this name, which is ours as long as `source` is.
+        between = f"{source}.old"
+        self._remove(between)
+        os.rename(target, between, src_dir_fd=parent, dst_dir_fd=parent)
+        os.rename(source, target, src_dir_fd=parent, dst_dir_fd=parent)
+        os.rename(between, source, src_dir_fd=parent, dst_dir_fd=parent)
+
+    def _remove(self, name: str) -> None:
+        """Remove what is ours under a name beside the target, if there is such a directory."""
+        try:
+            fd = open_directory(name, self._parent)
+        except OSError:
+            return
+        try:
+            _remove_owned(fd, self._owned)
+            _quietly(os.rmdir, name, self._parent)
+        finally:
+            os.close(fd)
 
     def _dispose(self, name: str) -> None:
         """Remove the old directory, unless another save is at it already."""
@@ -369,7 +446,8 @@ class NewDirectory:
             return
         try:
             deadline = time.monotonic() + _PATIENCE
-            while not _lock(fd):
+            # Where nothing can be locked, it was ours before the exchange, and is again.
+            while _lock(fd) is False:
                 if time.monotonic() > deadline:
                     return  # the next save removes it
                 time.sleep(0.001)
@@ -407,14 +485,14 @@ def _leads_to(name: str, fd: int, dir_fd: int | None = None) -> bool:
     return os.path.samestat(now, os.fstat(fd))
 
 
-def _lock(fd: int) -> bool:
-    """Lock a directory against other saves; true as well where the file system cannot."""
+def _lock(fd: int) -> bool | None:
+    """Lock a directory against other saves; None: the file system cannot."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return not os.listdir(fd)  # who made it just now may have it
+        return None
     return True
 
 
@@ -462,19 +540,3 @@ def _rename_new(source: str, target: str, dir_fd: int) -> None:
         os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         return
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-
-
-def _exchange(source: str, target: str, dir_fd: int) -> None:
-    """Let two names change places; in two steps where the system has no such call."""
-    if LINUX:
-        try:
-            rename_exchange(source, target, dir_fd=dir_fd)
-            return
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
-    # A crash between the renames leaves the target without a directory.
-    between = f"{source}.old"
-    os.rename(target, between, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    os.rename(between, source, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

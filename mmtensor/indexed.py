@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from mmtensor.errors import DtypeError, ShapeError
 from mmtensor.indexing import is_traced, rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
@@ -67,6 +68,8 @@ def getitem(tree: Tree, index: Any) -> Any:
         if all(part is None or type(part) in (int, slice) for part in full):
             return _basic(tree, full)
         return _advanced(tree, full, None)
+    if is_compiling():  # Dynamo knows torch's own road only
+        return _advanced(tree, index, None)
     ids = rows(index, size[0])
     if ids is None and isinstance(index, np.ndarray):
         index = torch.from_numpy(np.array(index))
@@ -182,6 +185,7 @@ def assign(tree: Tree, index: Any, value: Any, kind: type[Tree]) -> None:
                 _check_fits(path, new, (*size, *leaf.shape[dims:]))
         elif isinstance(leaf, JaggedTensor):
             refuse_write(leaf._parts.values, f"writing to leaf {name_path(path)}")
+            _check_elements(path, leaf, index, new)
         else:
             _check_text(path, leaf, index, new, writeable=not tree._kind())
     for path, leaf, new in pairs:
@@ -200,6 +204,34 @@ def _check_fits(path: Any, new: Tensor, shape: tuple[int, ...]) -> None:
             f"leaf {name_path(path)} takes shape {list(shape)} at this index, got "
             f"{list(new.shape)}."
         ) from None
+
+
+def _check_elements(path: Any, leaf: JaggedTensor, index: Any, new: Any) -> None:
+    """Raise unless elements, or one for all of them, have the shapes and the dtype of a leaf's."""
+    numbers = _numbers(path, leaf, index)
+    if not isinstance(new, Tensor | JaggedTensor):
+        return  # a number, for all that is in them
+    if new.dtype != leaf.dtype:
+        raise DtypeError(
+            f"the elements of leaf {name_path(path)} have dtype {leaf.dtype}, got {new.dtype}. "
+            "Nothing is converted silently: convert the value first."
+        )
+    there = leaf._table()[np.atleast_1d(numbers)]
+    if isinstance(new, Tensor):
+        shapes = np.array([new.shape] * len(there), np.int64)
+    else:
+        shapes = new._table()
+    if len(shapes) != len(there):
+        raise ShapeError(
+            f"leaf {name_path(path)} takes {len(there)} elements at this index, got {len(shapes)}."
+        )
+    if shapes.shape != there.shape or (shapes != there).any():
+        for mine, got in zip(there.tolist(), shapes.tolist(), strict=True):
+            if mine != got:
+                raise ShapeError(
+                    f"an element of leaf {name_path(path)} has shape {mine}, which cannot change, "
+                    f"got {got}."
+                )
 
 
 def _check_text(path: Any, leaf: Any, index: Any, new: Any, *, writeable: bool) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmtensor.jagged import JaggedTensor
+from mmtensor.leaves import to_plain
 from mmtensor.shaping import dimension
 from mmtensor.tree import Tree
 
@@ -17,10 +19,11 @@ def _alike(trees: Any, what: str) -> list[Tree]:
     items = list(trees)
     if not items:
         raise RuntimeError(f"{what} needs at least one TensorDict.")
-    keys = items[0]._names()
     for number, item in enumerate(items):
         if not isinstance(item, Tree):
             raise TypeError(f"{what} takes TensorDicts only, got {type(item)!r} at {number}.")
+    keys = items[0]._names()
+    for item in items:
         if item._names() != keys:
             odd = sorted(set(item._names()) ^ set(keys))
             raise KeyError(
@@ -81,9 +84,21 @@ def _joined(
     return items[0]._make(leaves, size)
 
 
+def _joined_elements(key: str, parts: list[JaggedTensor]) -> JaggedTensor:
+    """Copy jagged tensors into one, in regular memory."""
+    kinds = {(part.dtype, part.ndim) for part in parts}
+    if len(kinds) > 1:
+        shown = " and ".join(sorted(f"{dtype} with {ndim} dimensions" for dtype, ndim in kinds))
+        raise RuntimeError(f"leaf {key!r} cannot be joined: its elements are of {shown}.")
+    copies = [part._compact() for part in parts]
+    values = torch.cat([to_plain(copy.values) for copy in copies])
+    return JaggedTensor(values, np.concatenate([copy._table() for copy in copies]))
+
+
 def _joined_rows(key: str, parts: list[Any], size: torch.Size, *, stacking: bool) -> Any:
     """Join strings, lists of strings or jagged leaves."""
-    kinds = {str if isinstance(part, str) else type(part) for part in parts}
+    # Strings of containers on files are of classes of their own.
+    kinds = {next((k for k in (str, list) if isinstance(part, k)), type(part)) for part in parts}
     if kinds == {str}:
         if stacking and len(size) == 1:
             return parts
@@ -92,7 +107,7 @@ def _joined_rows(key: str, parts: list[Any], size: torch.Size, *, stacking: bool
     elif kinds == {list} and not stacking:
         return [text for part in parts for text in part]
     elif kinds == {JaggedTensor} and not stacking:
-        return JaggedTensor.from_tensors([element for part in parts for element in part])
+        return _joined_elements(key, parts)
     raise RuntimeError(
         f"leaf {key!r} cannot be joined: jagged leaves and lists of strings have one dimension of "
         "elements, and strings that differ need one to become a list."

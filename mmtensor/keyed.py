@@ -1,21 +1,19 @@
 """The mapping side of a container: keys, leaves, getting, setting."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 
 from mmtensor import indexed
 from mmtensor.geometry import as_shape
-from mmtensor.leaves import DENSE_TYPES, accept, name_path, write
-from mmtensor.tree import Leaves, Tree, path_of
+from mmtensor.leaves import DENSE_TYPES, accept, name_path, too_deep, write
+from mmtensor.tree import DEEPEST, Leaves, Tree, path_of
 
 __all__ = ["Keyed"]
 
 _MISSING: Any = object()
 _new = object.__new__
-# Python's own limit to how deep calls may be is soon after.
-_DEEPEST = 100
 
 
 class Keyed(Tree):
@@ -35,12 +33,9 @@ class Keyed(Tree):
         self._leaves = leaves = {}
         if source is None:
             return
-        if len(at) > _DEEPEST:
-            raise ValueError(
-                f"a TensorDict can be {_DEEPEST} levels deep, and cannot contain itself, as key "
-                f"{name_path(at[:3])} and so on."
-            )
-        items = source._all().items() if isinstance(source, Tree) else source.items()
+        if len(at) > DEEPEST:
+            raise too_deep(at)
+        items = _items_of(source)
         dims = len(size)
         for key, value in items:
             if type(key) is str:
@@ -227,6 +222,8 @@ class Keyed(Tree):
 
     def _nest(self, path: tuple[str, ...]) -> "Keyed":
         """Return a nested TensorDict, made where it is missing."""
+        if len(path) > DEEPEST:
+            raise too_deep(path)
         node: Any = self
         for number, key in enumerate(path):
             child = node._leaves.get(key) if type(node._leaves) is dict else node._all().get(key)
@@ -282,8 +279,7 @@ class Keyed(Tree):
         other
             Its nested mappings are merged with nested TensorDicts of the same key.
         """
-        items = other._all().items() if isinstance(other, Tree) else other.items()
-        for key, value in items:
+        for key, value in _items_of(other):
             mine = self.get(key)
             if isinstance(mine, Keyed) and isinstance(value, Mapping | Tree):
                 mine.update(value)
@@ -299,8 +295,7 @@ class Keyed(Tree):
         other
             With keys of this TensorDict, some or all.
         """
-        items = other._all().items() if isinstance(other, Tree) else other.items()
-        for key, value in items:
+        for key, value in _items_of(other):
             self.set_(key, value)
         return self
 
@@ -327,14 +322,12 @@ class Keyed(Tree):
         """
         path = path_of(key)
         self._check_unlocked(f"remove key {name_path(path)}")
-        parent = self._find(path[:-1]) if len(path) > 1 else self
-        if not isinstance(parent, Tree):
-            raise KeyError(path)
-        parent._check_unlocked(f"remove key {name_path(path)}")
-        if path[-1] not in parent._names():
+        parent = self._seek(path[:-1])
+        if not isinstance(parent, Tree) or path[-1] not in parent._names():
             if default is _MISSING:
-                raise KeyError(key)
+                raise self._no_key(path)
             return default
+        parent._check_unlocked(f"remove key {name_path(path)}")
         return parent._all().pop(path[-1])
 
     def rename_key_(self, old_key: Any, new_key: Any) -> Self:
@@ -351,6 +344,8 @@ class Keyed(Tree):
         if new_key in self:
             raise KeyError(f"key {new_key!r} is taken.")
         value = self[old_key]
+        parent = self._seek(path_of(old_key)[:-1])
+        parent._check_unlocked(f"rename key {name_path(path_of(old_key))}")
         self.set(new_key, value)
         self.pop(old_key)
         return self
@@ -499,6 +494,16 @@ class Keyed(Tree):
             node = result._nest(path[:-1]) if len(path) > 1 else result
             _merge(node, path[-1], value, path)
         return result
+
+
+def _items_of(source: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a container or mapping."""
+    if isinstance(source, Tree):
+        return source._all().items()
+    try:
+        return source.items()  # type: ignore[no-any-return]  # of whatever mapping
+    except AttributeError:
+        raise TypeError(f"expected a mapping or a TensorDict, got {type(source)!r}.") from None
 
 
 def _merge(tree: Keyed, key: str, value: Any, path: tuple[str, ...]) -> None:

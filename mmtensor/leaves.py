@@ -17,20 +17,23 @@ from mmtensor.mapping import Mapping as MemoryMap
 from mmtensor.storage import HAVE_GUARD, refuse_write
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.texts import is_texts
-from mmtensor.tree import Tree
+from mmtensor.tree import DEEPEST, Tree
 
 __all__ = [
     "DENSE_TYPES",
     "accept",
     "advanced",
+    "as_row",
     "check_batch",
     "clone",
+    "is_on_file",
     "mapping_under",
     "name_path",
     "present",
     "rows_of",
     "standalone",
     "to_plain",
+    "too_deep",
     "write",
 ]
 
@@ -107,6 +110,14 @@ def accept(key: Any, value: Any, batch_size: torch.Size, kind: type[Tree]) -> An
     return tensor
 
 
+def too_deep(path: tuple[str, ...]) -> ValueError:
+    """Say that containers are in each other for ever, or nearly so."""
+    return ValueError(
+        f"a TensorDict can be {DEEPEST} levels deep, and cannot contain itself, as key "
+        f"{name_path(path[:3])} and so on."
+    )
+
+
 def _as_tensor(key: Any, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "US":
@@ -121,10 +132,13 @@ def _as_tensor(key: Any, value: Any) -> Tensor:
             f"of strings, dict or TensorDict, got {type(value)!r}."
         )
     try:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], np.ndarray):
+            return to_torch(np.stack(value))  # torch takes each number out, and warns of it
         return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         way = ""
-        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        parts = value if isinstance(value, list | tuple) else ()
+        if any(isinstance(part, Tensor | np.ndarray) for part in parts):
             way = " Pass torch.stack(tensors), or JaggedTensor.from_tensors(tensors)."
         raise TypeError(
             f"leaf {name_path(key)} cannot be made a tensor: {str(error).rstrip('.')}.{way}"

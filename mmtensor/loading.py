@@ -29,16 +29,13 @@ from mmtensor.manifest import (
 )
 from mmtensor.mapping import FileMapping, map_descriptor
 from mmtensor.modes import Mode, resolve_mode
+from mmtensor.rawfile import DENIED
 from mmtensor.storage import TORCH_DTYPES, tensor_on
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.texts import LockedTexts
-from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
+from mmtensor.tree import DEEPEST, MEMORY_MAPPED, MappedLeaves, Tree
 
 __all__ = ["load"]
-
-_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY)
-# A path has at most 4096 bytes, and a level takes two at least.
-_DEEPEST = 200
 
 
 def load(kind: type[Tree], path: str, mode: str | None) -> Any:
@@ -64,7 +61,7 @@ def load(kind: type[Tree], path: str, mode: str | None) -> Any:
         try:
             return load(kind, path, "r+")
         except OSError as error:
-            if error.errno not in _DENIED:
+            if error.errno not in DENIED:
                 raise
             return load(kind, path, "c")
     found = resolve_mode(mode)
@@ -179,9 +176,7 @@ def _dense(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) -> 
     if entry.legacy:
         entry = _named(entry, fd)
     name, shape = entry.file, entry.shape
-    dtype = TORCH_DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise _wrong(entry, path, f"this torch has no dtype {entry.dtype}")
+    dtype = _dtype(entry, path)
     nbytes = entry.nbytes
     if nbytes == 0 and not manifest.ours and not _exists(name, fd):
         return MemoryMappedTensor.empty(shape, dtype=dtype)  # tensordict writes no empty files
@@ -196,9 +191,16 @@ def _dense(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) -> 
     return mapping, dtype, shape
 
 
+def _dtype(entry: Entry, path: str) -> torch.dtype:
+    dtype = TORCH_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise _wrong(entry, path, f"this torch has no dtype {entry.dtype}")
+    return dtype
+
+
 def _jagged(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) -> Any:
     entry = _named(entry, fd)
-    dtype = TORCH_DTYPES[entry.dtype]
+    dtype = _dtype(entry, path)
     length, ndim = entry.shape
     values, offsets, shapes = files_of(entry)
     opened: list[int] = []
@@ -282,8 +284,8 @@ def _directory(
     entry = _named(entry, fd)
     name = entry.file
     batch_size = torch.Size(manifest.batch_size)
-    if level > _DEEPEST:
-        raise _wrong(entry, path, f"it is nested more than {_DEEPEST} levels deep")
+    if level > DEEPEST:
+        raise _wrong(entry, path, f"it is nested more than {DEEPEST} levels deep")
     try:
         child = open_directory(name, fd)
     except OSError as error:
@@ -329,7 +331,9 @@ def _text(
         raise _wrong(
             entry,
             os.path.dirname(there),
-            f"it has {len(value)} strings for the batch size {list(batch_size)}",
+            f"it has {len(value)} strings for the batch size {list(batch_size)}, and a list must "
+            "have one for each element. Leave it out with tensordict first: "
+            f"TensorDict.load_memmap(path).exclude({entry.key!r}).memmap(other)",
         )
     if manifest.ours and isinstance(value, str) != (entry.kind == STRING):
         wanted = "a string" if entry.kind == STRING else "a list of strings"

@@ -6,6 +6,7 @@ ours is one list under one name beside its entries, and where that list is, only
 
 import hashlib
 import json
+import os
 from typing import Any, NamedTuple, TypeGuard
 
 from mmtensor.dtypes import DTYPES, numpy_dtype
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 META = "meta.json"
+_SEPARATORS = frozenset("/\\\0")
 SUFFIX = ".memmap"
 # The kinds of leaves. A string or a list of strings is a directory with a meta.json of its
 # own, as tensordict writes non-tensor data.
@@ -286,8 +288,11 @@ def parse_text(data: bytes, where: str, key: str) -> Any:
     ManifestError
         If it holds anything else. Pickles are not loaded: they can execute anything.
     """
-    value = _load(data, where).get("data")
-    if isinstance(value, str) or (
+    top = _load(data, where)
+    value = top.get("data")
+    # Of a stack that tensordict has pickled this is the name of the pickle.
+    stacked = "stack_dim" in top or "NonTensorStack" in str(top.get("_type"))
+    if (isinstance(value, str) and not stacked) or (
         isinstance(value, list) and all(isinstance(item, str) for item in value)
     ):
         return value
@@ -295,7 +300,8 @@ def parse_text(data: bytes, where: str, key: str) -> Any:
         key,
         where,
         "its data must be a string or a list of strings. Other non-tensor data, and what was "
-        "pickled, is not loaded",
+        "pickled, is not loaded. Leave it out with tensordict first: "
+        f"TensorDict.load_memmap(path).exclude({key!r}).memmap(other)",
     )
 
 
@@ -378,7 +384,7 @@ def _read_ours(listed: list[Any], where: str) -> tuple[tuple[int, ...], list[Ent
             f"{where} was saved in version {head['version']} of the format; this program reads "
             f"version {_VERSION}. Upgrade mmtensor."
         )
-    batch_size = _sizes(head.get("batch_size"), "", where, "batch size")
+    batch_size = _batch_size(head.get("batch_size"), where)
     entries = []
     keys = set()
     for item in listed[1:]:
@@ -399,13 +405,23 @@ def _read_ours(listed: list[Any], where: str) -> tuple[tuple[int, ...], list[Ent
     return batch_size, entries
 
 
+def _batch_size(value: object, where: str) -> tuple[int, ...]:
+    sizes = _sizes(value, "", where, "batch size")
+    try:
+        byte_count(sizes, 1)
+    except ShapeError as error:
+        raise _wrong("", where, str(error).rstrip(".")) from None
+    return sizes
+
+
 def _is_plain(name: object) -> TypeGuard[str]:
     """Whether a name can only be that of an entry of the directory."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and not ("/" in name or "\\" in name or "\0" in name)
-    )
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & _SEPARATORS:
+        return False
+    try:
+        return len(os.fsencode(name)) <= _NAME_MAX
+    except UnicodeEncodeError:
+        return False
 
 
 def _checked_name(name: object, kind: str, key: str, where: str) -> str:
@@ -438,15 +454,18 @@ def _read_theirs(top: dict[str, Any], where: str) -> tuple[tuple[int, ...], list
     if name not in ("TensorDict", "TensorDictParams"):
         raise ManifestError(
             f"{where} holds a {name or 'thing of no type'}, which cannot be loaded. Convert it "
-            "with tensordict first: TensorDict.load_memmap(path).to_tensordict().memmap(other)."
+            "with tensordict first: TensorDict.load_memmap(path).to_tensordict().memmap(other); "
+            "where shapes differ, make a JaggedTensor of the tensors of each key."
         )
-    batch_size = _sizes(top.get("shape"), "", where, "batch size")
+    batch_size = _batch_size(top.get("shape"), where)
     entries = []
     kinds = {type_: kind for kind, type_ in _TYPES.items()}
     for key, item in top.items():
         if not isinstance(item, dict):
             continue
         code = _encoded(key)
+        if not _is_plain(code):
+            raise _wrong(key, where, "no file can have this name")
         # Names of programs that did not encode keys, where they are plain names.
         raw = key if key != code and "/" not in key and "\\" not in key and "\0" not in key else ""
         if "type" in item and not isinstance(item["type"], dict):

@@ -16,12 +16,18 @@ _NO_BATCH = torch.Size()
 
 def from_module(kind: type[Tree], module: nn.Module) -> Any:
     """Return the parameters and buffers of a module, nested as its submodules are."""
+    _check_module(module)
     leaves: dict[str, Any] = {}
     for name, child in module.named_children():
         if (nested := from_module(kind, child))._leaves:
             leaves[name] = nested
     leaves.update(_own(module))
     return kind._make(leaves, _NO_BATCH)
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(module)!r}.")
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -37,6 +43,7 @@ def to_module(tree: Tree, module: nn.Module) -> None:
 
     Nothing is changed unless everything fits.
     """
+    _check_module(module)
     plan: list[tuple[Any, str, Tensor, Tensor]] = []
     _match(tree, module, (), plan)
     new: dict[int, Tensor] = {}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from mmtensor.creation import check_regular, chunks_of
-from mmtensor.directory import NewDirectory, create_beneath, open_directory
+from mmtensor.directory import NewDirectory, create_beneath, open_directory, sync_beneath
 from mmtensor.dtypes import canonical_name
-from mmtensor.geometry import byte_count
+from mmtensor.geometry import as_count, byte_count
 from mmtensor.jagged import JaggedTensor
 from mmtensor.jagged_files import Files, marker
 from mmtensor.jagged_layout import counts_of, offsets_of
 from mmtensor.jagged_parts import on_files
-from mmtensor.leaves import name_path
+from mmtensor.leaves import name_path, too_deep
 from mmtensor.manifest import (
     DENSE,
     JAGGED,
@@ -36,7 +36,7 @@ from mmtensor.manifest import (
 from mmtensor.mapping import FileMapping, map_new
 from mmtensor.rawfile import reserve, write_all, write_chunks
 from mmtensor.texts import LockedTexts, is_texts
-from mmtensor.tree import MEMORY_MAPPED, MappedLeaves, Tree
+from mmtensor.tree import DEEPEST, MEMORY_MAPPED, MappedLeaves, Tree
 
 __all__ = ["save", "sync_directories"]
 
@@ -93,6 +93,7 @@ def save(
     ExistingFileError, SymbolicLinkError, OSError
         As `directory.NewDirectory` does. What was there is there still.
     """
+    num_threads = as_count("num_threads", num_threads)
     texts: list[_Text] = []
     leaves: list[_Leaf] = []
     result = _plan(tree, "", (), texts, leaves)
@@ -130,6 +131,8 @@ def _plan(
     leaves: list[_Leaf],
 ) -> Any:
     """List what is to be written; return a tree of the same keys for the results."""
+    if len(prefix) > DEEPEST:
+        raise too_deep(prefix)
     entries: list[Entry] = []
     own = len(texts)
     texts.append(_Text("", b""))  # parents come before children
@@ -256,13 +259,26 @@ def _write_jagged(leaf: _Leaf, root: int, path: str, like: bool) -> JaggedTensor
 
 
 def sync_directories(tree: Tree, path: str) -> None:
-    """Write the names of a saved tree and what its ``meta.json`` files say to stable storage."""
-    for place in (os.path.dirname(path), *_directories(tree, path)):
-        fd = open_directory(place)
+    """Write the names of a saved tree and what its ``meta.json`` files say to stable storage.
+
+    Of a directory that has been moved or replaced meanwhile, what is there is left alone.
+    """
+    for place in _directories(tree, path):
+        try:
+            fd = open_directory(place)
+        except (FileNotFoundError, NotADirectoryError):
+            return
         try:
             os.fsync(fd)
+            # Names are not enough: data of a file is its own affair.
+            sync_beneath(META, fd)
         finally:
             os.close(fd)
+    fd = open_directory(os.path.dirname(path))
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _directories(tree: Tree, path: str) -> Iterator[str]:
@@ -270,3 +286,5 @@ def _directories(tree: Tree, path: str) -> Iterator[str]:
     for key, leaf in tree._all().items():
         if isinstance(leaf, Tree):
             yield from _directories(leaf, os.path.join(path, name_of(key, NESTED)))
+        elif isinstance(leaf, str | list):
+            yield os.path.join(path, name_of(key, STRING if isinstance(leaf, str) else STRINGS))

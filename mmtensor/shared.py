@@ -18,6 +18,7 @@ from mmtensor.mapping import SharedMapping
 from mmtensor.rawfile import Chunk
 from mmtensor.storage import tensor_on
 from mmtensor.tensor import MemoryMappedTensor
+from mmtensor.texts import LockedTexts
 from mmtensor.tree import MEMORY_MAPPED, SHARED, Tree
 
 __all__ = ["reduce_across", "reduce_tree", "register", "share"]
@@ -180,7 +181,10 @@ def share(tree: Tree) -> None:
     for part, key, plan in plans:
         changed[id(part)][key] = plan.on(block)
     for part in list(tree._trees()):
-        part._leaves = changed[id(part)]
+        part._leaves = {
+            key: LockedTexts(leaf) if isinstance(leaf, list) else leaf
+            for key, leaf in changed[id(part)].items()
+        }
     tree._lock(SHARED)
 
 

@@ -9,9 +9,18 @@ from torch import Tensor, nn
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from mmtensor import joining, modules, shaping
+from mmtensor.errors import DeviceError
 from mmtensor.geometry import as_shape
 from mmtensor.jagged import JaggedTensor
-from mmtensor.leaves import DENSE_TYPES, accept, clone, mapping_under, standalone, to_plain
+from mmtensor.leaves import (
+    DENSE_TYPES,
+    accept,
+    clone,
+    mapping_under,
+    name_path,
+    standalone,
+    to_plain,
+)
 from mmtensor.loading import load
 from mmtensor.modes import ModeName
 from mmtensor.rawfile import Path, absolute
@@ -81,10 +90,13 @@ class TensorDict(Upward):
     def batch_size(self, value: Any) -> None:
         self._check_unlocked("change the batch size")
         size = torch.Size(as_shape(value))
+        leaves = {}
         for key, leaf in self._all().items():
-            # It raises where a leaf does not have the size; nested ones keep longer ones.
-            accept((key,), leaf, size, type(self))
-        self._batch_size = size
+            # It raises where a leaf does not have the size. Of nested ones that have a shorter
+            # one it makes some with this; they keep longer ones.
+            fitted = accept((key,), leaf, size, type(self))
+            leaves[key] = fitted if isinstance(leaf, Tree) else leaf
+        self._leaves, self._batch_size = leaves, size
 
     @property
     def shape(self) -> torch.Size:
@@ -189,6 +201,9 @@ class TensorDict(Upward):
         >>> TensorDict({"x": torch.zeros(2)}, [2]).apply(lambda x: x + 1)["x"]
         tensor([1., 1.])
         """
+        for other in others:
+            if not isinstance(other, Tree):
+                raise TypeError(f"others must be TensorDicts, got {type(other)!r}.")
         size = self._batch_size if batch_size is None else torch.Size(as_shape(batch_size))
         return _apply(self, fn, others, size, ())  # type: ignore[no-any-return]
 
@@ -199,10 +214,21 @@ class TensorDict(Upward):
         ----------
         *args, **kwargs
             As for `torch.Tensor.to`: a device, a dtype, ``non_blocking``.
+
+        Raises
+        ------
+        DeviceError
+            A `RuntimeError`: there is a JaggedTensor, and the device is not the CPU.
         """
-        return self._map(
-            lambda leaf: leaf.to(*args, **kwargs) if isinstance(leaf, Tensor) else leaf
-        )
+        try:
+            return self._map(
+                lambda leaf: (
+                    leaf.to(*args, **kwargs) if isinstance(leaf, Tensor | JaggedTensor) else leaf
+                )
+            )
+        except DeviceError as error:
+            path = next(path for path, leaf in self._flat() if isinstance(leaf, JaggedTensor))
+            raise DeviceError(f"leaf {name_path(path)} cannot be moved: {error}") from None
 
     def as_tensor(self) -> Self:
         """Return an unlocked TensorDict with regular tensors on the same storages."""
@@ -211,7 +237,11 @@ class TensorDict(Upward):
     def to_dict(self) -> dict[str, Any]:
         """Return the leaves as nested dicts."""
         return {
-            key: leaf.to_dict() if isinstance(leaf, TensorDict) else leaf
+            key: leaf.to_dict()
+            if isinstance(leaf, TensorDict)
+            else list(leaf)
+            if isinstance(leaf, list)
+            else leaf
             for key, leaf in self._all().items()
         }
 
@@ -228,6 +258,8 @@ class TensorDict(Upward):
 
     def unlock_(self) -> Self:
         """Unlock the TensorDict and those in it; returns it.
+
+        Those that were locked on their own stay so.
 
         It is neither shared nor memory-mapped from then on: its keys may come to hold regular
         tensors. The leaves stay where they are, and files as they were saved.
@@ -468,10 +500,7 @@ class TensorDict(Upward):
         """
         return load(cls, absolute(prefix, directory=True), mode)  # type: ignore[no-any-return]
 
-    @classmethod
-    def load(cls, prefix: Path, mode: ModeName | None = None) -> Self:
-        """Do what `load_memmap` does."""
-        return load(cls, absolute(prefix, directory=True), mode)  # type: ignore[no-any-return]
+    load = load_memmap
 
     def flush(self) -> None:
         """Write the changes in all leaves to stable storage, and wait.
@@ -594,7 +623,7 @@ def _apply(
     dims, count = len(tree._batch_size), len(size)
     leaves: Leaves = {}
     for key, leaf in tree._all().items():
-        theirs = [other._leaves[key] for other in others]
+        theirs = [other._find((key,)) for other in others]
         if isinstance(leaf, Tree):
             nested = torch.Size((*size, *leaf._batch_size[dims:]))
             leaves[key] = _apply(leaf, fn, theirs, nested, (*prefix, key))

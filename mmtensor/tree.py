@@ -14,6 +14,7 @@ from mmtensor.storage import tensor_on
 from mmtensor.tensor import MemoryMappedTensor
 
 __all__ = [
+    "DEEPEST",
     "MEMORY_MAPPED",
     "SHARED",
     "LateLeaves",
@@ -23,10 +24,15 @@ __all__ = [
     "MappedLeaves",
     "Tree",
     "index_leaf",
+    "locked_error",
     "path_of",
 ]
 
 MEMORY_MAPPED, SHARED = "memory-mapped", "shared"
+
+# How many containers may be in each other: going into one takes up to four calls, of which
+# Python allows a thousand.
+DEEPEST = 100
 
 _getitem = Tensor.__getitem__
 _new = object.__new__
@@ -316,8 +322,13 @@ class Tree:
         return self
 
     def _lock_as(self, other: "Tree") -> Self:
-        """Lock a view as the container is that it is a view of."""
-        return self._lock(other._kind()) if other._locks else self
+        """Lock a view as the container is that it is a view of, or as those in it are."""
+        if other._locks:
+            return self._lock(other._kind())
+        for key, leaf in self._leaves.items():
+            if isinstance(leaf, Tree):
+                leaf._lock_as(other._leaves[key])
+        return self
 
     def _same(self) -> Self:
         """Return a view of all of it, locked as it is."""

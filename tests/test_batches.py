@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtensor import JaggedTensor, MemoryMappedTensor, TensorDict, prefetch
+from mmtensor import JaggedTensor, MemoryMappedTensor, ReadOnlyError, TensorDict, prefetch
 from mmtensor import batches as module
 
 pytestmark = pytest.mark.timeout(120)
@@ -465,3 +465,30 @@ def test_ranges_of_jagged_leaves_are_asked_for(tmp_path, monkeypatch):
     bounds = [(1, 3), (3, 6), (6, 9)]
     expected = [(starts[a:b].tolist(), starts[a + 1 : b + 1].tolist()) for a, b in bounds]
     assert asked == expected
+
+
+def test_an_epoch_that_a_thread_of_its_own_collects(tmp_path, monkeypatch):
+    """The garbage collector may end an epoch in a thread that gathers for it."""
+    monkeypatch.setattr(module._Gatherer, "is_absent", lambda *_: True)
+    td = TensorDict({"x": torch.zeros(64, 8)}, [64]).memmap(tmp_path / "td")
+    gather = module._Gatherer.ask_and_gather
+
+    def collecting(*arguments):
+        gc.collect()
+        return gather(*arguments)
+
+    monkeypatch.setattr(module._Gatherer, "ask_and_gather", collecting)
+    for _ in range(20):
+        batches = td.batches(2)
+        next(batches)
+        batches.itself = batches
+        del batches
+    gc.collect()
+
+
+def test_out_that_is_read_only(tmp_path):
+    """Buffers that cannot be written to are refused, and named."""
+    td = TensorDict({"x": torch.zeros(4)}, [4])
+    td.memmap(tmp_path / "td")
+    with pytest.raises(ReadOnlyError, match="writing to leaf 'x' of out would write to a read-on"):
+        td.batches(2, out=TensorDict.load_memmap(tmp_path / "td", mode="r"))

@@ -160,6 +160,10 @@ HOSTILE = {
     ),
     "nested is a file": (_change(kind="nested"), "leaf 'x' .*'x.memmap' is a symbolic link or a"),
     "string is a file": (_change(kind="string"), "leaf 'x' .*'x.memmap' is a symbolic link or a"),
+    "a name that no file can have": (_change(file="\ud800.memmap"), "leaf 'x' .*plain name in"),
+    "too long a name": (_change(file="x" * 300 + ".memmap"), "leaf 'x' .*plain name in the dir"),
+    "huge batch": (_head(batch_size=[2**70]), "at most 2\\*\\*63 - 1 bytes, got"),
+    "overflowing batch": (_head(batch_size=[2**62] * 4), "at most 2\\*\\*63 - 1 bytes, got"),
     "negative batch": (_head(batch_size=[-1]), "batch size must be a list of non-negative"),
     "batch of text": (_head(batch_size="2"), "batch size must be a list of non-negative"),
     "no batch": (_head(batch_size=None), "batch size must be a list of non-negative"),
@@ -277,7 +281,7 @@ def test_nested_deeper_than_any_path(tmp_path):
         at, old = os.open("n", os.O_RDONLY, dir_fd=at), at
         os.close(old)
     os.close(at)
-    with pytest.raises(ManifestError, match="nested more than 200 levels deep"):
+    with pytest.raises(ManifestError, match="nested more than 100 levels deep"):
         TensorDict.load_memmap(here)
 
 
@@ -385,6 +389,14 @@ def test_hostile_entry_of_tensordict(tmp_path, name):
     (tmp_path / META).write_text(json.dumps(top))
     (tmp_path / "x.memmap").write_bytes(bytes(24))
     with pytest.raises(ManifestError, match=message):
+        TensorDict.load_memmap(tmp_path)
+
+
+def test_key_of_tensordict_that_no_file_can_have(tmp_path):
+    """It is named, before it is looked for."""
+    top = {name: value for name, value in THEIRS.items() if name != "x"} | {"\ud800": THEIRS["x"]}
+    (tmp_path / META).write_text(json.dumps(top))
+    with pytest.raises(ManifestError, match=r"leaf '\\ud800' .*no file can have this name"):
         TensorDict.load_memmap(tmp_path)
 
 

@@ -203,3 +203,10 @@ def test_containers_that_are_no_state_dict():
         TensorDict({"n": {"s": "text"}}).to_state_dict()
     with pytest.raises(KeyError, match="key 'a.b' has a dot"):
         TensorDict({"a.b": torch.ones(1)}).to_state_dict()
+
+
+def test_what_is_no_module():
+    """What takes a module says so."""
+    for attempt in (TensorDict.from_module, TensorDict({}).to_module):
+        with pytest.raises(TypeError, match="expected a torch.nn.Module, got <class 'bytes'>"):
+            attempt(b"x")

@@ -7,7 +7,6 @@ import errno
 import json
 import operator
 import os
-import pickle
 import signal
 import stat
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import saving_children
 import torch
-from conftest import ROOT, descriptors, settled_descriptors, snapshot
+from conftest import ROOT, descriptors, few_descriptors, settled_descriptors, snapshot
 
 import mmtensor
 from mmtensor import (
@@ -31,8 +30,10 @@ from mmtensor import (
     SymbolicLinkError,
     TensorDict,
     directory,
+    mapping,
     saving,
 )
+from mmtensor.directory import create_beneath
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -213,10 +214,12 @@ def test_strings_of_files_do_not_change(tmp_path, mode):
             (operator.imul, found, 2),
         ]
         for change, *arguments in changes:
-            with pytest.raises(LockedError, match=r"a memory-mapped TensorDict.*Take list"):
+            with pytest.raises(
+                LockedError, match=r"TensorDict that is memory-mapped or.*Take list"
+            ):
                 change(*arguments)
         assert found == texts
-        for copied in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        for copied in (copy.copy(found), copy.deepcopy(found), list(found)):
             assert type(copied) is list
             assert copied == texts
         assert type(td.clone()["s"]) is list
@@ -319,6 +322,41 @@ def test_flush(tmp_path, td):
     saved["x"][0] = 1
     for each in (saved, saved["n"], saved[0], td, TensorDict.load(tmp_path / "td", mode="r")):
         assert each.flush() is None
+
+
+def test_flush_reaches_every_file(tmp_path, td, monkeypatch):
+    """Flushing syncs the maps of all leaves, all names, and what every meta.json says."""
+    saved = td.memmap(tmp_path / "td")
+    synced, maps = [], []
+    fsync = os.fsync
+
+    def watch(fd):
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path / "td"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    monkeypatch.setattr(mapping, "msync", lambda address, _: maps.append(address))
+    saved.flush()
+    files = [path for path in (tmp_path / "td").rglob("*") if path.suffix == ".memmap"]
+    assert len(set(maps)) == len(maps) == len(files) == 6
+    directories = [path for path in (tmp_path / "td").rglob("*") if path.is_dir()]
+    expected = {"..", ".", "meta.json"}
+    for path in directories:
+        expected |= {str(path.relative_to(tmp_path / "td") / name) for name in ("", "meta.json")}
+    assert len(directories) == 4
+    assert set(synced) == expected
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_flush_of_a_directory_that_is_elsewhere(tmp_path, td, how):
+    """The leaves are written, whatever is at the path by now."""
+    saved = td.memmap(tmp_path / "td")
+    saved["x"].zero_()
+    if how == "moved":
+        (tmp_path / "td").rename(tmp_path / "other")
+    else:
+        TensorDict({"z": torch.ones(1)}).memmap(tmp_path / "td")
+    saved.flush()
 
 
 def test_no_descriptors_are_left(tmp_path, td):
@@ -691,6 +729,26 @@ def test_without_exchange(tmp_path, td, monkeypatch):
     td.memmap(tmp_path / "td")
     assert tree(TensorDict.load(tmp_path / "td")) == tree(td)
     assert entries(tmp_path) == ["td"]
+    # What a process has left that was killed before its last rename.
+    td.memmap(tmp_path / ".td.0.new.old")
+    td["x"].fill_(3)
+    td.memmap(tmp_path / "td")
+    assert tree(TensorDict.load(tmp_path / "td")) == tree(td)
+    assert entries(tmp_path) == ["td"]
+
+
+def test_without_locks(tmp_path, td, monkeypatch):
+    """Where directories cannot be locked, old ones are removed all the same."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no such call")
+
+    monkeypatch.setattr(directory.fcntl, "flock", refuse)
+    for number in range(3):
+        td["x"].fill_(number)
+        td.memmap(tmp_path / "td")
+        assert tree(TensorDict.load(tmp_path / "td")) == tree(td)
+        assert entries(tmp_path) == ["td"]
 
 
 def test_a_target_that_appears_meanwhile(tmp_path, td, monkeypatch):
@@ -713,17 +771,21 @@ def test_a_target_that_appears_meanwhile(tmp_path, td, monkeypatch):
 def test_a_file_that_appears_at_the_last_moment(tmp_path, td, monkeypatch):
     """What someone puts into the old directory as it is exchanged is in the new one after."""
     td.memmap(tmp_path / "td")
-    real = directory._exchange
+    real = directory.rename_exchange
 
-    def appear(source, target, parent):
+    def appear(source, target, *, dir_fd):
         (tmp_path / "td" / "notes.csv").write_text("mine")
-        real(source, target, parent)
+        (tmp_path / "td" / "x.memmap.bak").write_text("mine too")
+        (tmp_path / "td" / "a.csv").write_text("an older one")
+        os.close(create_beneath(f"{source}/a.csv", dir_fd))  # of this name there is a new one
+        real(source, target, dir_fd=dir_fd)
 
-    monkeypatch.setattr(directory, "_exchange", appear)
+    monkeypatch.setattr(directory, "rename_exchange", appear)
     td["x"].zero_()
     td.memmap(tmp_path / "td")
-    assert entries(tmp_path) == ["td"]
     assert (tmp_path / "td" / "notes.csv").read_text() == "mine"
+    assert (tmp_path / "td" / "x.memmap.bak").read_text() == "mine too"
+    assert entries(tmp_path / ".td.0.new") == ["a.csv"]
     assert tree(TensorDict.load(tmp_path / "td")) == tree(td)
 
 
@@ -933,3 +995,37 @@ def test_golden_bytes(tmp_path):
         "_class": "tensordict:TensorDict",
     }
     assert nested["_mmtensor"][1]["file"] == "a%2Fb.memmap"
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_saving_without_descriptors(tmp_path, td, over):
+    """A save for which there are too few descriptors ends, and leaves nothing."""
+    if over:
+        td.memmap(tmp_path / "td")
+    before, open_before = snapshot(tmp_path), settled_descriptors()
+    for free in range(3):
+        with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+            td.memmap(tmp_path / "td")
+        assert settled_descriptors() == open_before
+        assert snapshot(tmp_path) == before
+
+
+def test_what_cannot_be_made_beside(tmp_path, td, monkeypatch):
+    """A directory beside the target that cannot be made is an error that names the target."""
+
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", ".td.0.new")
+
+    monkeypatch.setattr(os, "mkdir", denied)
+    with pytest.raises(
+        PermissionError, match="for a directory beside the one to save to"
+    ) as caught:
+        td.memmap(tmp_path / "td")
+    assert caught.value.filename == str(tmp_path / "td")
+
+
+def test_number_of_threads(tmp_path, td):
+    """What is no number is refused before anything is written."""
+    with pytest.raises(ValueError, match="num_threads must be an integer of 0 or more"):
+        td.memmap(tmp_path / "td", num_threads=[2])
+    assert entries(tmp_path) == []

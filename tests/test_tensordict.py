@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import os
 import pickle
 import re
 import weakref
@@ -15,7 +17,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import mmtensor
-from mmtensor import JaggedTensor, LockedError, MemoryMappedTensor, TensorDict
+from mmtensor import (
+    DeviceError,
+    DtypeError,
+    JaggedTensor,
+    LockedError,
+    MemoryMappedTensor,
+    ShapeError,
+    TensorDict,
+)
 
 
 @pytest.fixture
@@ -902,3 +912,194 @@ def test_unflatten_keys_beside_nested_ones(order):
     for clash in ([("a", {"b": x}), ("a.b", x)], [("a", x), ("a.b", x)]):
         with pytest.raises(KeyError, match=r"two leaves would have the key|is a leaf, not nested"):
             TensorDict(dict(clash[::order]), [2]).unflatten_keys()
+
+
+def test_a_longer_batch_size_is_that_of_nested_ones(tmp_path):
+    """A batch size that is set reaches nested containers, which may have longer ones still."""
+    td = TensorDict({"n": {"y": torch.zeros(3, 4, 5)}, "m": TensorDict({}, [3, 4, 5])}, [3])
+    td.batch_size = [3, 4]
+    assert td["n"].batch_size == torch.stack([td, td])["n"].batch_size[1:] == (3, 4)
+    assert td["m"].batch_size == (3, 4, 5)
+    assert TensorDict.load_memmap(td.memmap(tmp_path / "td")._locks[0].directory).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="must start with the batch size"):
+        td.batch_size = [3, 5]
+    assert td.batch_size == td["n"].batch_size == (3, 4)
+
+
+def test_to_converts_jagged_leaves():
+    """Jagged leaves are converted as dense ones are; to another device they cannot go."""
+    j = JaggedTensor.from_tensors([torch.ones(2), torch.ones(3)])
+    td = TensorDict({"n": {"j": j}, "x": torch.ones(2), "s": "text"}, [2])
+    half = td.to(torch.float16)
+    assert half["n", "j"].dtype is half["x"].dtype is torch.float16
+    assert half["n", "j"].tolist() == j.tolist()
+    with pytest.raises(DeviceError, match=r"leaf \('n', 'j'\) cannot be moved: a jagged tensor"):
+        td.to("meta")
+
+
+def test_pop_with_a_default():
+    """The default stands in for whatever is not there."""
+    td = TensorDict({"x": torch.ones(1)})
+    assert td.pop(("missing", "y"), 3) == td.pop(("x", "y"), 3) == td.pop("z", 3) == 3
+    for key in (("missing", "y"), ("x", "y"), "z"):
+        with pytest.raises(KeyError, match="there is no key"):
+            td.pop(key)
+
+
+def test_renaming_out_of_a_locked_one():
+    """A key that cannot be taken away is not copied either."""
+    td = TensorDict({"n": {"x": torch.ones(1)}})
+    td["n"].lock_()
+    with pytest.raises(LockedError, match=r"cannot rename key \('n', 'x'\)"):
+        td.rename_key_(("n", "x"), "y")
+    assert list(td.keys(True, True)) == [("n", "x")]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "message"),
+    [
+        (
+            lambda _: TensorDict(5),
+            TypeError,
+            "expected a mapping or a TensorDict, got <class 'int'>",
+        ),
+        (lambda td: td.update(5), TypeError, "expected a mapping or a TensorDict"),
+        (lambda td: td.update_(5), TypeError, "expected a mapping or a TensorDict"),
+        (lambda td: td.set_("n", 5), TypeError, "expected a mapping or a TensorDict"),
+        (lambda td: td.apply(torch.add, {"x": 1}), TypeError, "others must be TensorDicts, got"),
+        (lambda td: td.apply(torch.add, TensorDict({})), KeyError, "there is no key 'x'"),
+        (lambda td: torch.stack([torch.ones(1), td]), TypeError, "torch.stack takes TensorDicts"),
+        (lambda td: td.set(("a",) * 300, 1), ValueError, "can be 100 levels deep, and cannot"),
+    ],
+)
+def test_what_is_no_container(attempt, error, message):
+    """What takes a container says so, whatever it gets."""
+    td = TensorDict({"x": torch.ones(1), "n": {"y": torch.ones(1)}})
+    with pytest.raises(error, match=message):
+        attempt(td)
+    assert list(td.keys(True, True)) == ["x", ("n", "y")]
+
+
+def test_as_deep_as_can_be_saved(tmp_path):
+    """What can be saved can be loaded."""
+    td = TensorDict({}).set(("a",) * 101, torch.ones(1))
+    td.memmap(tmp_path / "td")
+    assert TensorDict.load_memmap(tmp_path / "td")[("a",) * 101] == 1
+    deeper = TensorDict({"b": td})
+    with pytest.raises(ValueError, match="can be 100 levels deep"):
+        deeper.memmap(tmp_path / "deeper")
+    assert os.listdir(tmp_path) == ["td"]
+
+
+def test_assigning_elements_of_another_shape():
+    """Where one leaf cannot take its part, no leaf is written."""
+    j = JaggedTensor.from_tensors([torch.zeros(n) for n in (1, 2, 3)])
+    td = TensorDict({"x": torch.zeros(3), "j": j}, [3])
+    one, two = torch.ones(1), torch.ones(2)
+    for index, elements, error, message in (
+        (slice(2), [one, one], ShapeError, r"an element of leaf 'j' has shape \[2\].*got \[1\]"),
+        ([0, 1], [one[None], two[None]], ShapeError, r"has shape \[1\].*got \[1, 1\]"),
+        (slice(2), [one.long(), two.long()], DtypeError, "leaf 'j' have dtype torch.float32"),
+    ):
+        with pytest.raises(error, match=message):
+            td[index] = TensorDict({"x": two, "j": JaggedTensor.from_tensors(elements)}, [2])
+    with pytest.raises(ShapeError, match=r"has shape \[2\], which cannot change, got \[1\]"):
+        td[1] = TensorDict({"x": torch.tensor(1.0), "j": one})
+    assert not td["x"].any()
+    assert not j.values.any()
+    td[1:] = TensorDict({"x": two, "j": JaggedTensor.from_tensors([two, torch.ones(3)])}, [2])
+    td[0] = TensorDict({"x": torch.tensor(1.0), "j": one})
+    assert td["x"].all()
+    assert j.values.all()
+
+
+def test_lists_of_arrays():
+    """A list of arrays is stacked; of arrays that differ, the message says what to do."""
+    td = TensorDict({"x": [np.ones(2, np.float32)] * 3}, [3])
+    assert td["x"].dtype is torch.float32
+    with pytest.raises(TypeError, match=r"leaf 'x' cannot be made a tensor.*JaggedTensor.from"):
+        TensorDict({"x": [np.ones(2), np.ones(3)]}, [2])
+
+
+def test_joining_strings_from_files(tmp_path):
+    """Lists of strings of memory-mapped containers are joined as other lists are."""
+    td = TensorDict({"s": ["a", "b"]}, [2]).memmap(tmp_path / "td")
+    assert torch.cat([td, td.clone()])["s"] == ["a", "b", "a", "b"]
+
+
+def test_numbers_of_numpy_as_sizes():
+    """Sizes may be any integers."""
+    td = TensorDict({"x": torch.zeros(6)}, [6])
+    assert td.view(np.int64(2), 3).batch_size == td.view(np.array([2, 3])).batch_size == (2, 3)
+
+
+def test_joining_jagged_leaves():
+    """Jagged leaves are joined in regular memory; without elements they keep their dtype."""
+    one = JaggedTensor.from_tensors([torch.ones(2), torch.zeros(3)])
+    td = TensorDict({"j": one}, [2])
+    joined = torch.cat([td, td[1:], td[::2]])["j"]
+    assert joined.tolist() == [[1, 1], [0, 0, 0], [0, 0, 0], [1, 1]]
+    assert joined.mode is None
+    none = JaggedTensor.empty(torch.zeros((0, 2), dtype=torch.int64), dtype=torch.float64)
+    empty = TensorDict({"j": none}, [0])
+    for joined in (torch.cat([empty, empty]), empty.map(lambda c: c, chunksize=5, num_workers=0)):
+        assert (len(joined["j"]), joined["j"].ndim, joined["j"].dtype) == (0, 2, torch.float64)
+    with pytest.raises(RuntimeError, match="leaf 'j' cannot be joined: its elements are of"):
+        torch.cat([td, empty])
+
+
+@pytest.mark.parametrize("how", ["files", "shared"])
+def test_strings_that_others_see_cannot_be_changed(tmp_path, how):
+    """Nor can those of views, and of what has come from another process."""
+    td = TensorDict({"s": ["a", "b", "c"]}, [3])
+    td = td.memmap(tmp_path / "td") if how == "files" else td.share_memory_()
+    for one in (td, td[0:2], td[:], td[1:][:1], pickle.loads(pickle.dumps(td))):
+        if how == "shared" and not one.is_shared():
+            continue  # by value
+        with pytest.raises(LockedError, match="strings are part of a TensorDict that is memory"):
+            one["s"].append("z")
+    for one in (td.clone(), copy.deepcopy(td), td[[0, 1]]):
+        assert type(one["s"]) is list
+    stream = io.BytesIO()
+    torch.save(td.to_dict(), stream)
+    stream.seek(0)
+    assert torch.load(stream, weights_only=True) == {"s": ["a", "b", "c"]}
+
+
+@pytest.mark.parametrize("how", ["files", "shared"])
+def test_views_of_an_unlocked_one_with_a_locked_one_in_it(tmp_path, how):
+    """What is memory-mapped or shared inside of a view stays so, whatever the view."""
+    inner = TensorDict({"m": {"x": torch.arange(4)}}, [4])
+    inner = inner.memmap(tmp_path / "td") if how == "files" else inner.share_memory_()
+    outer = TensorDict({"y": torch.zeros(4), "n": inner}, [4])
+    views = (
+        lambda td: td[0:2],
+        lambda td: td[None],
+        lambda td: td[...],
+        lambda td: td.unbind(0)[0],
+        lambda td: td.split(2)[0],
+        lambda td: td.view(4),
+        lambda td: td.view(2, 2),
+        lambda td: td.unsqueeze(0),
+        lambda td: td.permute(0),
+        lambda td: td.expand(2, 4),
+    )
+    for view in views:
+        seen = view(outer)
+        for nested in (seen["n"], seen["n", "m"]):
+            assert nested.is_locked
+            assert nested.is_memmap() if how == "files" else nested.is_shared()
+        assert not seen.is_locked
+    for other in (outer.clone(), outer.clone(False), outer.reshape(2, 2), outer[[0]]):
+        assert not other["n"].is_locked
+
+
+@pytest.mark.parametrize("index", [[0, 2], torch.tensor([2, 0]), slice(2), 1])
+def test_indexing_in_one_compiled_graph(tmp_path, index):
+    """Containers are indexed without a break of the graph."""
+    td = TensorDict({"x": torch.arange(6.0).view(3, 2), "n": {"y": torch.arange(3)}}, [3])
+    for each in (td, td.memmap(tmp_path / "td")):
+        torch._dynamo.reset()
+        found = torch.compile(lambda td: td[index], backend="eager", fullgraph=True)(each)
+        assert torch.equal(found["x"], td[index]["x"])
+        assert torch.equal(found["n", "y"], td[index]["n", "y"])

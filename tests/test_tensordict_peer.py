@@ -224,3 +224,20 @@ def test_entries_without_objects_are_skipped(tmp_path):
     theirs.memmap(tmp_path / "td")
     assert "_names" in json.loads((tmp_path / "td" / "meta.json").read_text())
     assert list(TensorDict.load(tmp_path / "td").keys()) == ["x"]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_pickled_data_is_not_taken_for_text(tmp_path, stacked):
+    """What tensordict has pickled is refused; the name of its pickle is no string of ours."""
+    data = NonTensorStack(b"a", b"b") if stacked else NonTensorData(b"a")
+    tensordict.TensorDict({"l": data, "x": torch.zeros(2)}, [2]).memmap(tmp_path / "td")
+    with pytest.raises(ManifestError, match=r"leaf 'l' .*must be a string.*exclude\('l'\)"):
+        TensorDict.load_memmap(tmp_path / "td")
+
+
+def test_a_list_for_all_elements(tmp_path):
+    """A list of strings that does not have one for each element is an error with a way out."""
+    data = {"classes": NonTensorData(["cat", "dog"]), "x": torch.zeros(3)}
+    tensordict.TensorDict(data, [3]).memmap(tmp_path / "td")
+    with pytest.raises(ManifestError, match=r"it has 2 strings for .*exclude\('classes'\)"):
+        TensorDict.load_memmap(tmp_path / "td")
