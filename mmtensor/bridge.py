@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtensor.arrays import mapping_of_array, refuse_mask
 from mmtensor.dtypes import canonical_name
-from mmtensor.storage import as_array, native_dtype
+from mmtensor.storage import NATIVE, as_array, native_dtype
 from mmtensor.tensor import MemoryMappedTensor
 
 __all__ = ["to_numpy", "to_torch"]
@@ -75,20 +75,10 @@ def _is_memmap(array: np.ndarray[Any, Any]) -> bool:
 
 def _wrap(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     """Put a regular tensor on the memory of a writeable array."""
-    if array.dtype.name in _NATIVE:
+    if dtype in NATIVE:
         return torch.from_numpy(array.view(np.ndarray))
     words = array.view(np.ndarray).view(f"i{array.itemsize}" if array.itemsize > 1 else "u1")
     return torch.from_numpy(words).view(dtype)
-
-
-_NATIVE = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
-    "bool",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-}
 
 
 def to_numpy(tensor: Tensor, *, copy: bool | None = None) -> np.ndarray[Any, Any]:

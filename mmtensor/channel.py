@@ -16,7 +16,7 @@ from typing import Any
 
 from mmtensor.mapping import SharedMapping
 
-__all__ = ["receive", "send"]
+__all__ = ["Message", "receive", "send"]
 
 _SOCKETS = os.name == "posix" and hasattr(socket, "SCM_RIGHTS")
 # Descriptors in one message of a socket: 253 on Linux.

@@ -13,7 +13,7 @@ from mmtensor.dtypes import canonical_name
 from mmtensor.errors import DtypeError, GradientError, ShapeError
 from mmtensor.jagged_layout import Integers, counts_of
 from mmtensor.rawfile import CHUNK, Chunk, Pieces
-from mmtensor.storage import as_array, native_dtype
+from mmtensor.storage import NATIVE, as_array, native_dtype
 from mmtensor.syscalls import HAVE_MMAP
 
 __all__ = ["Elements", "bytes_of", "dtype_of", "rejection"]
@@ -23,22 +23,6 @@ _PIECES = 1024
 # Smaller pieces are joined first: a copy costs less than the kernel's work for one more.
 _SMALL = 2048
 _DENSE = frozenset((torch.strided,))
-# torch's dtypes whose memory NumPy knows how to hand out; of the others it is bytes.
-_PLAIN = frozenset(
-    (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    )
-)
 
 
 def dtype_of(element: Any) -> torch.dtype:
@@ -200,7 +184,7 @@ def bytes_of(element: Any) -> np.ndarray[Any, Any]:
     element
         Of any memory layout; one that is not contiguous, or elsewhere, is copied.
     """
-    if type(element) is Tensor and element.dtype in _PLAIN and element.is_contiguous():
+    if type(element) is Tensor and element.dtype in NATIVE and element.is_contiguous():
         try:
             return element.numpy()
         except (RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""The only code that holds an operating-system resource: bytes that the system mapped."""
+"""The only code that keeps memory mapped, and gives it back to the system."""
 
 import errno
 import mmap as _mmap_module

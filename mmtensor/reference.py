@@ -14,7 +14,14 @@ from torch.multiprocessing import reductions as _reductions
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
-from mmtensor.storage import TORCH_DTYPES, WORDS, MappedStorage, storage_on, tensor_on
+from mmtensor.storage import (
+    TORCH_DTYPES,
+    WORDS,
+    MappedStorage,
+    storage_on,
+    tensor_on,
+    unexpanded,
+)
 
 __all__ = [
     "UNREADABLE",
@@ -186,13 +193,9 @@ def regular_copy(tensor: torch.Tensor) -> torch.Tensor:
 
     Dimensions that `expand` made are stored once and expanded again.
     """
-    plain = tensor.as_subclass(torch.Tensor)
-    size = plain.size()
-    expanded = [d for d, step in enumerate(plain.stride()) if step == 0 and size[d] > 1]
-    for dim in expanded:
-        plain = plain.narrow(dim, 0, 1)
+    plain, expanded = unexpanded(tensor.as_subclass(torch.Tensor))
     copy = plain.clone()
-    return copy.expand(size) if expanded else copy
+    return copy.expand(tensor.size()) if expanded else copy
 
 
 def _with_state(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

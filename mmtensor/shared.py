@@ -16,7 +16,7 @@ from mmtensor.jagged_parts import Parts
 from mmtensor.leaves import is_on_file, mapping_under, name_path
 from mmtensor.mapping import SharedMapping
 from mmtensor.rawfile import Chunk
-from mmtensor.storage import tensor_on
+from mmtensor.storage import tensor_on, unexpanded
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.texts import LockedTexts
 from mmtensor.tree import MEMORY_MAPPED, SHARED, Tree
@@ -129,11 +129,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:
 
 def _plan_dense(value: Tensor, packer: _Packer, mapped: bool) -> _Dense:
     """Plan a tensor; dimensions that `expand` made are stored once."""
-    value = value.detach()
     size = tuple(value.size())
-    expanded = [dim for dim, step in enumerate(value.stride()) if step == 0 and size[dim] > 1]
-    for dim in expanded:
-        value = value.narrow(dim, 0, 1)
+    value, expanded = unexpanded(value.detach())
     start = packer.add(value.nbytes, chunks_of(value))
     stride = list(c_strides(value.size()))
     for dim in expanded:

@@ -28,6 +28,7 @@ __all__ = [
     "refuse_write",
     "storage_on",
     "tensor_on",
+    "unexpanded",
     "words",
 ]
 
@@ -301,6 +302,15 @@ def as_array(tensor: Tensor, *, force: bool = False) -> np.ndarray[Any, Any]:
         tuple([step * itemsize for step in tensor.stride()]),
         int(tensor.storage_offset()) * itemsize,
     )
+
+
+def unexpanded(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return what `expand` has repeated once, and in which dimensions it was."""
+    size = tensor.size()
+    expanded = [dim for dim, step in enumerate(tensor.stride()) if step == 0 and size[dim] > 1]
+    for dim in expanded:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor, expanded
 
 
 def as_kind(kind: type[_T], tensor: Tensor) -> _T:

@@ -1,6 +1,7 @@
 """The rules of docs/architecture.md, as tests."""
 
 import ast
+import importlib
 import inspect
 import io
 import re
@@ -187,6 +188,19 @@ def test_dependencies_stay_where_they_belong(module):
         f"{module}:{i.line} imports {i.name}"
         for i in _imports(module)
         if module not in THIRD_PARTY.get(i.name.partition(".")[0], MODULES)
+    ]
+    assert wrong == []
+
+
+def test_imports_are_exports():
+    """What a module takes from another one is in the list of what that one has to offer."""
+    wrong = [
+        f"{module}:{node.lineno} imports {node.module}.{alias.name}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mmtensor.")
+        for alias in node.names
+        if alias.name not in importlib.import_module(str(node.module)).__all__
     ]
     assert wrong == []
 
