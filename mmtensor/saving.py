@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtensor.creation import check_regular, chunks_of
+from mmtensor.creation import check_regular, file_chunks
 from mmtensor.directory import NewDirectory, create_beneath, open_directory, sync_beneath
 from mmtensor.dtypes import canonical_name
 from mmtensor.geometry import as_count, byte_count
@@ -216,7 +216,7 @@ def _write_dense(leaf: _Leaf, root: int, path: str, like: bool) -> Any:
     if value.requires_grad:
         value = value.detach()
     nbytes = byte_count(shape, dtype.itemsize)
-    chunks = None if like else chunks_of(value)
+    chunks = None if like else file_chunks(value)
     mapping = _new_file(entry.file, place, root, path, chunks, nbytes)
     return mapping, dtype, shape
 

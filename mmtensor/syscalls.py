@@ -22,6 +22,7 @@ __all__ = [
     "msync",
     "munmap",
     "on_overlay",
+    "pwrite",
     "pwritev",
     "rename_exchange",
     "rename_noreplace",
@@ -63,6 +64,9 @@ if HAVE_MMAP:
     munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _madvise = _libc.madvise
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _pwrite = _libc.pwrite
+    _pwrite.restype = ctypes.c_ssize_t
+    _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
     _pwritev = _libc.pwritev
     _pwritev.restype = ctypes.c_ssize_t
     _pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -131,6 +135,29 @@ def msync(address: int, length: int) -> None:
 # Whether linkat(2) takes a descriptor itself. It may need a privilege (before Linux 6.10:
 # CAP_DAC_READ_SEARCH); then the way through /proc, 2.5 us longer, is taken from the start.
 _links_descriptors = True
+
+
+def pwrite(fd: int, address: int, length: int, position: int) -> int:
+    """Write memory at an address; return how many bytes. See pwrite(2).
+
+    Python's own takes an object, which takes longer to make of a tensor than the kernel needs
+    to write a small one.
+
+    Parameters
+    ----------
+    fd
+        A descriptor.
+    address, length
+        Which memory.
+    position
+        Of the first byte in the file.
+    """
+    while True:
+        written: int = _pwrite(fd, address, length, position)
+        if written >= 0:
+            return written
+        if ctypes.get_errno() != errno.EINTR:
+            raise _error()
 
 
 def pwritev(fd: int, vectors: int, count: int, position: int) -> int:

@@ -22,6 +22,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmtensor import rawfile
 from mmtensor.arrays import locate
 from mmtensor.bridge import to_numpy
 from mmtensor.dtypes import DTYPES, numpy_dtype
@@ -519,6 +520,7 @@ class WriterContract:
         descriptors = len(os.listdir("/proc/self/fd"))
         for name in ("pwrite", "posix_fallocate", "ftruncate"):
             monkeypatch.setattr(os, name, fail)
+        monkeypatch.setattr(rawfile, "pwrite", fail)
         with pytest.raises(OSError, match="Input/output error"):
             self.write(tmp_path / "x", existsok=existsok)
         assert sorted(os.listdir(tmp_path)) == before

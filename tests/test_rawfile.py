@@ -1,5 +1,6 @@
 """Creating, reserving, writing, replacing and checking files."""
 
+import ctypes
 import errno
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 from conftest import ROOT, descriptors, settled_descriptors, snapshot
 
 import mmtensor
-from mmtensor import MemoryMappedTensor, rawfile
+from mmtensor import MemoryMappedTensor, TensorDict, rawfile, syscalls
 from mmtensor.testing import WriterContract
 
 
@@ -527,3 +528,37 @@ def test_errors_while_writing_name_the_file(tmp_path, name):
         raise error
     assert caught.value.filename == (name or path)
     assert os.listdir(tmp_path) == []
+
+
+def test_tensors_that_are_written_bit_by_bit(tmp_path, monkeypatch):
+    """A call that writes less than it was given is followed by one for the rest."""
+    sizes = []
+
+    def little(fd, address, length, position):
+        sizes.append(length)
+        return pwrite(fd, address, min(length, 7), position)
+
+    pwrite = rawfile.pwrite
+    monkeypatch.setattr(rawfile, "pwrite", little)
+    x = torch.arange(5, dtype=torch.int32)
+    MemoryMappedTensor.from_tensor(x, filename=tmp_path / "x")
+    TensorDict({"y": x}).memmap(tmp_path / "td")
+    assert sizes == [20, 13, 6] * 2
+    for path in (tmp_path / "x", tmp_path / "td" / "y.memmap"):
+        assert path.read_bytes() == x.numpy().tobytes()
+
+
+def test_calls_that_are_interrupted(tmp_path, monkeypatch):
+    """A signal during a call is no error, and any other number is."""
+    codes = [errno.EINTR, errno.EINTR, errno.ENOSPC]
+
+    def refuse(*_):
+        ctypes.set_errno(codes.pop(0))
+        return -1
+
+    monkeypatch.setattr(syscalls, "_pwrite", refuse)
+    with pytest.raises(OSError, match="No space left") as error:
+        MemoryMappedTensor.from_tensor(torch.ones(2), filename=tmp_path / "x")
+    assert error.value.filename == str(tmp_path / "x")
+    assert codes == []
+    assert snapshot(tmp_path) == {}
