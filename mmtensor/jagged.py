@@ -345,11 +345,10 @@ class JaggedTensor(
         OSError
             If the device reports an error.
         """
-        mine: tuple[Tensor, ...] = (self.values, self.offsets, self.shapes)
-        if self._contiguous() is None:  # those are copies
-            parts = self._parts
-            mine = (parts.values, _tensor(parts.offsets), _tensor(parts.shapes))
-        for part in mine:
+        whole = self
+        if self._contiguous() is None:  # what it has of its own are copies
+            whole = self._of(self._parts)
+        for part in (whole.values, whole.offsets, whole.shapes):
             if isinstance(part, MemoryMappedTensor):
                 part.flush()
 

@@ -301,7 +301,6 @@ class JaggedConversions:
         tensor([1., 2.])
         """
         me: Any = self
-        values: Tensor = me.values
         copy = kwargs.pop("copy", False)
         parse: Any = torch._C._nn._parse_to  # what torch's own `to` of modules asks
         device, dtype, *_ = parse(*args, **kwargs)
@@ -310,9 +309,9 @@ class JaggedConversions:
                 f"a jagged tensor lives on the CPU, got device={str(device)!r}. Move what torch "
                 "can hold there: j.to_nested().to(device), or j.to_padded().to(device)."
             )
-        if not copy and dtype in (None, values.dtype):
+        if not copy and dtype in (None, me.dtype):
             return self
-        moved = _plain(values).to(values.dtype if dtype is None else dtype, copy=True)
+        moved = _plain(me.values).to(me.dtype if dtype is None else dtype, copy=True)
         return type(me)(moved, me.shapes.clone(), me.offsets.clone())  # type: ignore[no-any-return]  # of this class
 
     def to_awkward(self) -> Any:

@@ -90,9 +90,10 @@ def _joined_elements(key: str, parts: list[JaggedTensor]) -> JaggedTensor:
     if len(kinds) > 1:
         shown = " and ".join(sorted(f"{dtype} with {ndim} dimensions" for dtype, ndim in kinds))
         raise RuntimeError(f"leaf {key!r} cannot be joined: its elements are of {shown}.")
-    copies = [part._compact() for part in parts]
-    values = torch.cat([to_plain(copy.values) for copy in copies])
-    return JaggedTensor(values, np.concatenate([copy._table() for copy in copies]))
+    for part in parts:
+        part._check()
+    values = torch.cat([to_plain(part.values) for part in parts])
+    return JaggedTensor(values, np.concatenate([part._table() for part in parts]))
 
 
 def _joined_rows(key: str, parts: list[Any], size: torch.Size, *, stacking: bool) -> Any:
