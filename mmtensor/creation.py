@@ -12,7 +12,7 @@ from mmtensor.arrays import byte_chunks
 from mmtensor.dtypes import canonical_name
 from mmtensor.errors import GradientError
 from mmtensor.geometry import as_shape, byte_count
-from mmtensor.mapping import FileMapping, Mapping, SharedMapping, map_new
+from mmtensor.mapping import FileMapping, Mapping, SharedMapping, create_quickly, map_new
 from mmtensor.rawfile import (
     CHUNK,
     Chunk,
@@ -36,6 +36,7 @@ from mmtensor.syscalls import HAVE_MMAP
 from mmtensor.tables import is_table, jagged
 
 __all__ = [
+    "at_once",
     "check_regular",
     "chunks_of",
     "file_chunks",
@@ -157,6 +158,11 @@ def _write(
     """Make a file or a block of shared memory, of zeros or of the given bytes."""
     if path is None:
         return SharedMapping.create(nbytes, chunks)
+    if preallocate and not existsok and nbytes <= CHUNK:
+        # Larger ones look at the target before they write.
+        quick = at_once(path, chunks, nbytes)
+        if quick is not None:
+            return quick
     with NewFile(path, existsok=existsok, nbytes=nbytes) as file:
         if chunks is None:
             reserve(file.fd, nbytes, preallocate=preallocate)
@@ -165,6 +171,22 @@ def _write(
         mapping = map_new(file.fd, path, nbytes)
         file.publish()
     return mapping
+
+
+def at_once(
+    path: str, chunks: Iterable[Chunk] | None, nbytes: int, name: str | None = None, root: int = -1
+) -> FileMapping | None:
+    """Make a file of zeros, or of what `file_chunks` gave, in one step; None: with care, then."""
+    if nbytes == 0:
+        return None
+    address = 0
+    if chunks is not None:
+        if type(chunks) is not tuple or type(chunks[0]) is not Piece or chunks[0].nbytes != nbytes:
+            return None
+        address = chunks[0].address
+    if name is None:
+        return create_quickly(path, address, nbytes)
+    return create_quickly(path, address, nbytes, name=name, dir_fd=root)
 
 
 def chunks_of(tensor: Tensor) -> Iterable[Chunk]:

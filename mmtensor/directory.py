@@ -21,6 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # there saving a directory is refused
 
 __all__ = [
+    "NOFOLLOW",
     "NewDirectory",
     "Owned",
     "create_beneath",
@@ -35,9 +36,9 @@ __all__ = [
 Owned = Callable[[bytes], tuple[set[str], set[str]]]
 
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _CLOEXEC
-_NEW = os.O_CREAT | os.O_EXCL | os.O_RDWR | _CLOEXEC | _NOFOLLOW
+_NEW = os.O_CREAT | os.O_EXCL | os.O_RDWR | _CLOEXEC | NOFOLLOW
 _META = "meta.json"
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS)
 # What opening says of a file, a symbolic link or somebody else's directory.
@@ -52,7 +53,7 @@ def open_directory(name: str, dir_fd: int | None = None) -> int:
     """Open a directory; with `dir_fd` one that is really beneath it, no symbolic link."""
     if dir_fd is None:
         return os.open(name, _DIRECTORY)
-    return os.open(name, _DIRECTORY | _NOFOLLOW, dir_fd=dir_fd)
+    return os.open(name, _DIRECTORY | NOFOLLOW, dir_fd=dir_fd)
 
 
 def create_beneath(name: str, dir_fd: int) -> int:
@@ -70,7 +71,7 @@ def open_beneath(name: str, dir_fd: int, mode: Mode) -> tuple[int, os.stat_resul
     OSError
         ``ELOOP`` if it is a symbolic link, ``EINVAL`` if it is no regular file.
     """
-    fd = os.open(name, mode.open_flags | _NOFOLLOW, dir_fd=dir_fd)
+    fd = os.open(name, mode.open_flags | NOFOLLOW, dir_fd=dir_fd)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)

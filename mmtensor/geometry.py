@@ -8,12 +8,22 @@ from typing import Any
 
 from mmtensor.errors import ShapeError, SizeError
 
-__all__ = ["as_count", "as_offset", "as_shape", "byte_count", "c_strides", "fit", "span"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DIMENSIONS",
+    "as_count",
+    "as_offset",
+    "as_shape",
+    "byte_count",
+    "c_strides",
+    "fit",
+    "span",
+]
 
 # off_t and size_t of 64-bit systems; torch counts bytes in int64 as well.
-_MAX_BYTES = 2**63 - 1
+MAX_BYTES = 2**63 - 1
 # NumPy 2 and the kernels of torch go no further.
-_MAX_DIMENSIONS = 64
+MAX_DIMENSIONS = 64
 
 
 def as_shape(shape: object, *, infer: bool = False) -> tuple[int, ...]:
@@ -133,14 +143,12 @@ def byte_count(shape: Sequence[int], itemsize: int) -> int:
     >>> byte_count((2, 3), 4)
     24
     """
-    if len(shape) > _MAX_DIMENSIONS:
-        raise ShapeError(
-            f"shape must have at most {_MAX_DIMENSIONS} dimensions, got {len(shape)}."
-        )
+    if len(shape) > MAX_DIMENSIONS:
+        raise ShapeError(f"shape must have at most {MAX_DIMENSIONS} dimensions, got {len(shape)}.")
     nbytes = math.prod(shape) * itemsize
     # Strides are counted as if a size of 0 were 1, and NumPy and torch refuse what overflows.
-    if nbytes > _MAX_BYTES or (
-        nbytes == 0 and math.prod([size or 1 for size in shape]) * itemsize > _MAX_BYTES
+    if nbytes > MAX_BYTES or (
+        nbytes == 0 and math.prod([size or 1 for size in shape]) * itemsize > MAX_BYTES
     ):
         raise ShapeError(
             f"shape must take at most 2**63 - 1 bytes, got {tuple(shape)} with {itemsize} "
@@ -231,7 +239,7 @@ def fit(
     ((2, 3), 24)
     """
     available = size - offset
-    if 0 < math.prod(shape) * dtype.itemsize == available and len(shape) <= _MAX_DIMENSIONS:
+    if 0 < math.prod(shape) * dtype.itemsize == available and len(shape) <= MAX_DIMENSIONS:
         return shape, available  # the usual case, at half the cost
     if -1 not in shape:
         nbytes = byte_count(shape, dtype.itemsize)

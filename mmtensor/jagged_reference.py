@@ -28,7 +28,7 @@ def refer(files: Files) -> tuple[Any, ...] | None:
             return None
         if mapping.written(0, mapping.nbytes):
             return None
-        identities += [mapping.status.st_dev, mapping.status.st_ino, mapping.handle()]
+        identities += [mapping.st_dev, mapping.st_ino, mapping.handle()]
     return (
         values.path,
         values.mode.name,

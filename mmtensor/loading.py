@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmtensor.directory import open_beneath, open_directory, read_beneath
+from mmtensor.directory import NOFOLLOW, open_beneath, open_directory, read_beneath
 from mmtensor.errors import ManifestError, ShapeError
 from mmtensor.jagged import JaggedTensor
 from mmtensor.jagged_files import Files, int64_on, marker
@@ -27,7 +27,7 @@ from mmtensor.manifest import (
     parse,
     parse_text,
 )
-from mmtensor.mapping import FileMapping, map_descriptor
+from mmtensor.mapping import FileMapping, map_descriptor, map_quickly
 from mmtensor.modes import Mode, resolve_mode
 from mmtensor.rawfile import DENIED
 from mmtensor.storage import TORCH_DTYPES, tensor_on
@@ -180,6 +180,12 @@ def _dense(entry: Entry, fd: int, path: str, mode: Mode, manifest: Manifest) -> 
     nbytes = entry.nbytes
     if nbytes == 0 and not manifest.ours and not _exists(name, fd):
         return MemoryMappedTensor.empty(shape, dtype=dtype)  # tensordict writes no empty files
+    if nbytes:
+        quick = map_quickly(
+            f"{path}/{name}", mode, 0, nbytes, nbytes, name=name, dir_fd=fd, flags=NOFOLLOW
+        )
+        if quick is not None:
+            return quick, dtype, shape
     file, status = _open(name, entry, fd, path, mode)
     try:
         if status.st_size != nbytes:

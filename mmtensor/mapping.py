@@ -1,21 +1,23 @@
 """Mappings of files, of shared memory and of the memory of others, and which of them is which."""
 
 import errno
+import math
 import os
 import struct
 from collections.abc import Iterable
-from os.path import samestat as same_file
 from typing import Any
 
 import numpy as np
 
 from mmtensor.blocks import unnamed_block
 from mmtensor.errors import SizeError, StaleFileError
-from mmtensor.geometry import fit
+from mmtensor.geometry import MAX_BYTES, MAX_DIMENSIONS, fit
+from mmtensor.memory import create_map, find_live, handle_at, live_mappings, open_map, size_at
 from mmtensor.modes import MODES, Mode
-from mmtensor.pages import DONTNEED, PAGEOUT, Mapping, live_mappings, map_pages, share
+from mmtensor.pages import DONTNEED, PAGEOUT, Mapping, map_pages, share
 from mmtensor.rawfile import Chunk, open_existing, reserve, write_chunks
 from mmtensor.syscalls import (
+    AT_FDCWD,
     LINUX,
     PAGE,
     file_handle,
@@ -31,10 +33,12 @@ __all__ = [
     "MemoryMapping",
     "Reference",
     "SharedMapping",
+    "create_quickly",
     "find_file",
     "map_descriptor",
     "map_file",
     "map_new",
+    "map_quickly",
 ]
 
 # Machine, device and inode of a file; the kernel's handle of it follows.
@@ -42,6 +46,10 @@ _IDENTITY = struct.Struct("<8sQQ")
 
 # Path, mode, offset, bytes mapped, size of the file, and which file it is.
 Reference = tuple[str, str, int, int, int, bytes]
+
+_READ_WRITE = MODES["r+"]
+# What to try in one step: of the modes that None may mean, the first.
+_QUICK: dict[Any, Mode] = {**MODES, None: _READ_WRITE}
 
 # By how many keys a mapping is found: its own, and references to it.
 _REMEMBERED = 4
@@ -53,9 +61,9 @@ class FileMapping(Mapping):
     Attributes
     ----------
     size : int
-        Bytes in the file when it was mapped.
-    status : os.stat_result
-        What fstat(2) said then: which file it is, whatever its name is by now.
+        Bytes in the file when it was mapped, or looked at since.
+    st_dev, st_ino, st_ctime_ns : int
+        What fstat(2) said when it was mapped: which file it is, whatever its name is by now.
     warm_until : int
         Before this time (`time.perf_counter_ns`), what is read is taken to be in memory.
     """
@@ -64,23 +72,26 @@ class FileMapping(Mapping):
     warm_until = 0
     _handle: bytes | None = None
     _cached: Reference | None = None
+    _owner: Any = None
 
     def __init__(
         self, fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
     ) -> None:
-        address, self._pages = map_pages(fd, offset, nbytes, mode)
-        Mapping.__init__(self, address, nbytes, mode)
+        address, base, length, self._owner = map_pages(fd, offset, nbytes, mode)
+        Mapping.__init__(self, address, nbytes, mode, base, length)
         self.path: str = path
         self.offset: int = offset
         self.size = status.st_size
-        self.status = status
+        self.st_dev = status.st_dev
+        self.st_ino = status.st_ino
+        self.st_ctime_ns = status.st_ctime_ns
 
     def flush(self, start: int = 0, nbytes: int | None = None) -> None:
         """Write a range of bytes to stable storage (``r+``) and wait."""
         if not self.mode.shared or self.nbytes == 0:
             return
-        if self._pages.owner is not None:
-            self._pages.owner.flush()
+        if self._owner is not None:
+            self._owner.flush()
             return
         end = self.address + (self.nbytes if nbytes is None else start + nbytes)
         low = (self.address + start) // PAGE * PAGE
@@ -95,17 +106,16 @@ class FileMapping(Mapping):
 
     def is_at_path(self) -> bool:
         """Whether the file is still the one that its path names."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
+        size = size_at(self.path, self)
+        if size < 0:
             return False
-        self.size = status.st_size
-        return same_file(status, self.status)
+        self.size = size
+        return True
 
     def handle(self) -> bytes:
         """Return the kernel's handle of the file, asked for once, while the path names it."""
         if self._handle is None:
-            self._handle = file_handle(self.path)
+            self._handle = handle_at(self.path)
         return self._handle
 
     def reference(self) -> Reference:
@@ -115,8 +125,7 @@ class FileMapping(Mapping):
         """
         cached = self._cached
         if cached is None or cached[4] != self.size:
-            status = self.status
-            identity = _IDENTITY.pack(machine(), status.st_dev, status.st_ino) + self.handle()
+            identity = _IDENTITY.pack(machine(), self.st_dev, self.st_ino) + self.handle()
             cached = (self.path, self.mode.name, self.offset, self.nbytes, self.size, identity)
             self._cached = cached
             _remember(self, cached)  # for when it comes back
@@ -135,7 +144,7 @@ class SharedMapping(Mapping):
         The descriptor, closed with the mapping.
     """
 
-    __slots__ = ("_key", "_pages", "fd")
+    __slots__ = ("_key", "fd")
 
     path = None
 
@@ -143,12 +152,12 @@ class SharedMapping(Mapping):
         self, fd: int, nbytes: int, offset: int = 0, status: os.stat_result | None = None
     ) -> None:
         try:
-            address, self._pages = map_pages(fd, offset, nbytes, MODES["r+"])
+            address, base, length, _ = map_pages(fd, offset, nbytes, MODES["r+"])
         except BaseException:
             os.close(fd)
             raise
-        self.fd = self._pages.fd = fd
-        super().__init__(address, nbytes, MODES["r+"])
+        super().__init__(address, nbytes, MODES["r+"], base, length)
+        self.fd = self.hold.descriptor = fd
         status = status or os.fstat(fd)
         self._key = (status.st_dev, status.st_ino, offset, nbytes)
 
@@ -181,7 +190,7 @@ class SharedMapping(Mapping):
     @classmethod
     def _new(cls, *arguments: Any) -> "SharedMapping":
         mapping = cls(*arguments)
-        return share(mapping, mapping._pages, mapping._key)
+        return share(mapping, mapping._key)
 
     @classmethod
     def adopt(cls, fd: int, nbytes: int, offset: int = 0) -> "SharedMapping":
@@ -241,12 +250,12 @@ def _remember(mapping: FileMapping, reference: Reference) -> None:
     """
     if mapping.mode.name == "c" or mapping.nbytes == 0:
         return
-    pages = mapping._pages
-    entry = pages.reference
+    hold = mapping.hold
+    entry = hold.entry
     if entry is None or live_mappings.get(reference) is entry:
         return
     live_mappings[reference] = entry
-    keys = pages.keys  # each step of these is one for all threads
+    keys = hold.keys  # each step of these is one for all threads
     keys.append(reference)
     while len(keys) > _REMEMBERED:
         old = keys.pop(1)
@@ -289,6 +298,10 @@ def map_file(
     SizeError
         If the size of the file is another one than the shape asks for.
     """
+    if not partial and (mapping := _fitting(path, mode, dtype, shape, offset)) is not None:
+        if -1 in shape:
+            shape, _ = fit(shape, dtype, mapping.size, offset)
+        return mapping, shape
     fd, status, found = open_existing(path, mode)
     try:
         try:
@@ -306,6 +319,91 @@ def map_file(
         os.close(fd)
 
 
+def _fitting(
+    path: str, mode: str | None, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int
+) -> FileMapping | None:
+    """Map a file whose size is what the shape asks for, in one step; None: with care, then."""
+    found = _QUICK.get(mode) if mode is None or type(mode) is str else None
+    nbytes = math.prod(shape) * dtype.itemsize  # negative with a -1 in the shape
+    if found is None or nbytes == 0 or offset + nbytes > MAX_BYTES or len(shape) > MAX_DIMENSIONS:
+        return None
+    if nbytes > 0:
+        return map_quickly(path, found, offset, nbytes, offset + nbytes)
+    mapping = map_quickly(path, found, offset, -1, -1)
+    return None if mapping is None or mapping.nbytes % nbytes else mapping
+
+
+def map_quickly(
+    path: str,
+    mode: Mode,
+    offset: int,
+    nbytes: int,
+    size: int,
+    *,
+    name: str | None = None,
+    dir_fd: int = AT_FDCWD,
+    flags: int = 0,
+    which: tuple[int, int, bytes] | None = None,
+) -> FileMapping | None:
+    """Map a regular file in one step, or find the mapping that earlier openings share.
+
+    Parameters
+    ----------
+    path
+        From `rawfile.absolute`.
+    mode
+        How to open it.
+    offset, nbytes
+        Which bytes of it; -1: all that follow the offset.
+    size
+        Of the file; -1: whatever it is.
+    name, dir_fd, flags
+        What to open instead of the path: a name in an open directory. More flags for open(2).
+    which
+        Device, inode and handle of the file that is meant.
+
+    Returns
+    -------
+    FileMapping or None
+        None if anything is not as expected: the same must be done step by step, which
+        finds out what it is. Without `mmtensor._calls` it always is.
+    """
+    mapping = open_map(
+        FileMapping,
+        path if name is None else name,
+        mode.open_flags | flags,
+        mode.protection,
+        mode.map_flags,
+        offset,
+        nbytes,
+        size,
+        dir_fd,
+        b"" if which is None else which[2],
+    )
+    if mapping is None or (
+        which is not None and (mapping.st_dev != which[0] or mapping.st_ino != which[1])
+    ):
+        return None
+    _name(mapping, path, mode, offset)
+    if mode.name == "c":
+        return mapping
+    found, key = _find(path, mode, offset, mapping.nbytes, mapping)
+    if found is None:
+        found = share(mapping, key)
+    found.size = mapping.size
+    return found
+
+
+def _name(mapping: FileMapping, path: str, mode: Mode, offset: int) -> None:
+    """Tell a mapping that was made in one step what it is."""
+    mapping.mode = mode
+    mapping.readonly = not mode.writeable
+    mapping.storage = None
+    mapping.path = path
+    mapping.offset = offset
+    mapping.size = mapping.st_size
+
+
 def map_descriptor(
     fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
 ) -> FileMapping:
@@ -314,18 +412,38 @@ def map_descriptor(
         # Each opening has its own private pages. One of no bytes keeps no hold of the file,
         # whose inode number can become that of another one.
         return FileMapping(fd, status, path, mode, offset, nbytes)
-    key: tuple[Any, ...] = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
-    found = None
-    if key in live_mappings:
-        found = _current(key, status)
-        if found is None and on_overlay(path):
-            key += (status.st_ctime_ns,)
-            found = _current(key, status)
+    found, key = _find(path, mode, offset, nbytes, status)
     if found is None:
-        mapping = FileMapping(fd, status, path, mode, offset, nbytes)
-        found = share(mapping, mapping._pages, key)
+        found = share(FileMapping(fd, status, path, mode, offset, nbytes), key)
     found.size = status.st_size
     return found
+
+
+def create_quickly(
+    path: str, address: int, nbytes: int, *, name: str | None = None, dir_fd: int = AT_FDCWD
+) -> FileMapping | None:
+    """Make a file of bytes, or of zeros, and map it, in one step.
+
+    Parameters
+    ----------
+    path
+        From `rawfile.absolute`, or the name that the file will have.
+    address, nbytes
+        The bytes, which the caller keeps alive; 0: zeros.
+    name, dir_fd
+        Where to make it instead: a name in an open directory, which nobody sees yet.
+
+    Returns
+    -------
+    FileMapping or None
+        None if that cannot be done, with nothing left of the file: the same must be done step
+        by step, which finds out why.
+    """
+    mapping = create_map(FileMapping, path if name is None else name, address, nbytes, dir_fd)
+    if mapping is not None:
+        _name(mapping, path, _READ_WRITE, 0)
+        share(mapping, (path, mapping.st_dev, mapping.st_ino, "r+", 0, nbytes))
+    return mapping
 
 
 def map_new(fd: int, path: str, nbytes: int) -> FileMapping:
@@ -333,18 +451,31 @@ def map_new(fd: int, path: str, nbytes: int) -> FileMapping:
     status = os.fstat(fd)
     mapping = FileMapping(fd, status, path, MODES["r+"], 0, nbytes)
     if nbytes:
-        key = (path, status.st_dev, status.st_ino, "r+", 0, nbytes)
-        share(mapping, mapping._pages, key)
+        share(mapping, (path, status.st_dev, status.st_ino, "r+", 0, nbytes))
     return mapping
 
 
-def _current(key: tuple[Any, ...], status: os.stat_result) -> FileMapping | None:
+def _find(
+    path: str, mode: Mode, offset: int, nbytes: int, status: Any
+) -> tuple[FileMapping | None, tuple[Any, ...]]:
+    """Return the live mapping of these bytes, if there is one, and the key to share one under."""
+    key: tuple[Any, ...] = (path, status.st_dev, status.st_ino, mode.name, offset, nbytes)
+    found = None
+    if key in live_mappings:
+        found = _current(key, status)
+        if found is None and on_overlay(path):
+            key += (status.st_ctime_ns,)
+            found = _current(key, status)
+    return found, key
+
+
+def _current(key: tuple[Any, ...], status: Any) -> FileMapping | None:
     """Return the live mapping under a key if it shows the file as it is now."""
     entry = live_mappings.get(key)
     return None if entry is None else _as_it_is(entry(), status)
 
 
-def _as_it_is(found: FileMapping | None, status: os.stat_result) -> FileMapping | None:
+def _as_it_is(found: FileMapping | None, status: Any) -> FileMapping | None:
     """Return a mapping if it shows the file as it is now.
 
     On overlayfs, the first opening for writing copies the file up: the number of the inode
@@ -352,10 +483,11 @@ def _as_it_is(found: FileMapping | None, status: os.stat_result) -> FileMapping 
     """
     if (
         found is not None
-        and same_file(status, found.status)
+        and status.st_ino == found.st_ino
+        and status.st_dev == found.st_dev
         and (
             found.mode.shared
-            or status.st_ctime_ns == found.status.st_ctime_ns
+            or status.st_ctime_ns == found.st_ctime_ns
             or not on_overlay(found.path)
         )
     ):
@@ -382,15 +514,31 @@ def find_file(reference: Reference) -> FileMapping:
         If the file has become too small.
     """
     path, mode, offset, nbytes, size, identity = reference
-    entry = live_mappings.get(reference)
-    if entry is not None:
-        # While it is mapped here no other file can have its inode number.
-        status = os.stat(path)
-        if status.st_size == size and (found := _as_it_is(entry(), status)) is not None:
-            return found
+    # While a file is mapped here no other one can have its inode number.
+    found: FileMapping | None = find_live(reference)
+    if found is not None:
+        return found
     origin, device, inode = _IDENTITY.unpack_from(identity)
     handle = identity[_IDENTITY.size :]
     here = origin == machine()
+    which = (device, inode, handle) if here else None
+    mapping = None
+    if mode in MODES and nbytes > 0 and offset + nbytes <= size:
+        mapping = map_quickly(path, MODES[mode], offset, nbytes, size, which=which)
+    if mapping is None:
+        mapping = _find_with_care(reference, which)
+    _remember(mapping, reference)
+    if here:
+        if mapping._handle is None:
+            mapping._handle = handle  # compared above, or absent there as well
+        if mapping._cached is None:
+            mapping._cached = reference  # what it would be sent as
+    return mapping
+
+
+def _find_with_care(reference: Reference, which: tuple[int, int, bytes] | None) -> FileMapping:
+    """Map the file of a reference step by step; say what is wrong with it."""
+    path, mode, offset, nbytes, size, _ = reference
     fd, status, opened = open_existing(path, mode)
     try:
         if status.st_size < offset + nbytes:
@@ -400,17 +548,15 @@ def find_file(reference: Reference) -> FileMapping:
             )
         if status.st_size != size:
             raise _stale(path, f"its size is {status.st_size} bytes, {size} were expected")
-        if here and (status.st_dev != device or status.st_ino != inode):
-            raise _stale(path, "another file has its name")
-        if here and handle and file_handle(fd) != handle:
-            raise _stale(path, "another file has its name and its inode number")
-        mapping = map_descriptor(fd, status, path, opened, offset, nbytes)
+        if which is not None:
+            device, inode, handle = which
+            if status.st_dev != device or status.st_ino != inode:
+                raise _stale(path, "another file has its name")
+            if handle and file_handle(fd) != handle:
+                raise _stale(path, "another file has its name and its inode number")
+        return map_descriptor(fd, status, path, opened, offset, nbytes)
     finally:
         os.close(fd)
-    _remember(mapping, reference)
-    if here and mapping._handle is None:
-        mapping._handle = handle  # compared above, or absent there as well
-    return mapping
 
 
 def _stale(path: str, what: str) -> StaleFileError:

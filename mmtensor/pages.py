@@ -2,16 +2,16 @@
 
 import errno
 import mmap as _mmap_module
-import os
 import weakref
 from typing import Any, TypeVar
 
 import numpy as np
 
+from mmtensor.memory import COMPILED, Memory, live_mappings
 from mmtensor.modes import Mode
-from mmtensor.syscalls import HAVE_MMAP, LINUX, PAGE, madvise, mmap, munmap
+from mmtensor.syscalls import HAVE_MMAP, LINUX, PAGE, madvise, mmap
 
-__all__ = ["DONTNEED", "PAGEOUT", "Mapping", "Pages", "live_mappings", "map_pages", "share"]
+__all__ = ["DONTNEED", "PAGEOUT", "Mapping", "map_pages", "share"]
 
 # Of madvise(2), on Linux: where bytes are lost by the first, the second keeps them.
 DONTNEED, PAGEOUT = 4, 21
@@ -20,20 +20,17 @@ _ADVICE = {"normal": 0, "random": 1, "sequential": 2, "willneed": 3, "dontneed":
 
 # An address for maps of no bytes, which mmap(2) refuses.
 _NOWHERE = np.zeros(1, np.uint8)
+_UINT8 = np.dtype(np.uint8)
 
-_M = TypeVar("_M")
-
-# The live mappings of files in `r` and `r+`, so that openings of one file share one map.
-# Weak references in a plain dict: `Pages.__del__` runs anyway and takes the entries out,
-# at a fifth of what a WeakValueDictionary costs.
-live_mappings: dict[tuple[Any, ...], weakref.ref[Any]] = {}
+_M = TypeVar("_M", bound="Mapping")
 
 
-class Mapping:
+class Mapping(Memory):
     """Bytes at an address, and what keeps them there.
 
     A mapping is described by its mode and its length; views on it add byte offset, dtype,
-    shape and strides. NumPy reads it through ``__array_interface__`` as uint8.
+    shape and strides. NumPy reads it as bytes, through the buffer protocol if that is
+    compiled, else through ``__array_interface__``.
 
     Parameters
     ----------
@@ -41,6 +38,8 @@ class Mapping:
         Where the bytes are, and how many.
     mode
         The mode that it was opened in.
+    base, length
+        What to unmap when it is gone.
 
     Attributes
     ----------
@@ -52,27 +51,36 @@ class Mapping:
         Set by the torch side: the one storage that stands on this mapping.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "address", "mode", "nbytes", "storage")
+    __slots__ = ("__weakref__", "mode", "storage")
 
     path: str | None
     offset: int
 
-    def __init__(self, address: int, nbytes: int, mode: Mode) -> None:
-        self.address = address
-        self.nbytes = nbytes
+    def __init__(
+        self, address: int, nbytes: int, mode: Mode, base: int = 0, length: int = 0
+    ) -> None:
+        Memory.__init__(self, address, nbytes, base, length)
         self.mode = mode
+        self.readonly = not mode.writeable
         self.storage: Any = None
-        # The pointer counts as writable even in `r`: torch asks for such a one, and the
-        # arrays that users get take their flag from the mode (`bytes_array`).
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Return the first bytes as a C-contiguous array that may be written to, for torch.
+
+        In any mode: what users get of it has flags and guards of its own.
+        """
+        if not COMPILED:
+            return np.ndarray(shape, dtype, np.asarray(self))
+        self.readonly = False
+        try:
+            return np.ndarray(shape, dtype, self)  # type: ignore[arg-type]  # it is a buffer
+        finally:
+            self.readonly = not self.mode.writeable
 
     def bytes_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the mapped bytes as a 1-D array that keeps the mapping alive."""
+        if COMPILED:
+            return np.ndarray((self.nbytes,), _UINT8, self)  # type: ignore[arg-type]  # it is a buffer
         array = np.asarray(self)
         if not self.mode.writeable:
             array.flags.writeable = False
@@ -145,80 +153,37 @@ class Mapping:
         madvise(low, high - low, number)
 
 
-class Pages:
-    """What the system gave to a mapping, given back when the mapping is gone.
-
-    Apart from the mapping, which so has no finalizer of its own: a weak reference still
-    leads to an object whose finalizer runs, and a thread that opened the file just then
-    would get pages that are about to go.
-
-    Parameters
-    ----------
-    base, length
-        What to unmap.
-
-    Attributes
-    ----------
-    fd : int
-        What to close; -1: nothing.
-    owner : mmap.mmap or None
-        The map, where the module `mmap` made it.
-    keys : list
-        Under which the mapping is found in `live_mappings`.
-    reference : weakref.ref or None
-        What is found there.
-    """
-
-    # Usually as here, which costs nothing.
-    fd = -1
-    owner: Any = None
-    reference: weakref.ref[Any] | None = None
-
-    def __init__(self, base: int, length: int) -> None:
-        self.base = base
-        self.length = length
-        self.keys: list[Any] = []
-
-    # The default arguments keep what is needed reachable while the interpreter ends.
-    def __del__(
-        self,
-        munmap: Any = munmap if HAVE_MMAP else None,
-        live: Any = live_mappings,
-        close: Any = os.close,
-    ) -> None:
-        try:
-            for key in self.keys:
-                if live.get(key) is self.reference:
-                    live.pop(key, None)
-            if self.fd >= 0:
-                close(self.fd)
-            if self.length:
-                munmap(self.base, self.length)
-        except AttributeError:
-            pass  # Ctrl-C came while it was made
-
-
-def share(mapping: _M, pages: Pages, key: tuple[Any, ...]) -> _M:
+def share(mapping: _M, key: tuple[Any, ...]) -> _M:
     """Let later openings find a mapping; return the one of a thread that was faster."""
-    reference = pages.reference
-    if reference is None:
-        reference = pages.reference = weakref.ref(mapping)
+    hold = mapping.hold
+    entry = hold.entry
+    if entry is None:
+        entry = weakref.ref(mapping)
+        hold.keys = []
+        hold.entry = entry
     while True:
-        entry = live_mappings.setdefault(key, reference)  # in one step, whatever other threads do
-        if entry is reference:
-            pages.keys.append(key)
+        other = live_mappings.setdefault(key, entry)  # in one step, whatever other threads do
+        if other is entry:
+            hold.keys.append(key)
             return mapping
-        found: _M | None = entry()
+        found: _M | None = other()
         if found is not None:
             return found
-        if live_mappings.get(key) is entry:  # of a mapping that is going
+        if live_mappings.get(key) is other:  # of a mapping that is going
             live_mappings.pop(key, None)
 
 
-def map_pages(fd: int, offset: int, nbytes: int, mode: Mode) -> tuple[int, Pages]:
-    """Map bytes of a descriptor: their address, and what to give back."""
+def map_pages(fd: int, offset: int, nbytes: int, mode: Mode) -> tuple[int, int, int, Any]:
+    """Map bytes of a descriptor.
+
+    Returns
+    -------
+    tuple
+        The address, base and length of what to unmap, and the ``mmap.mmap`` that made the map,
+        if one did.
+    """
     if nbytes == 0:
-        return _NOWHERE.ctypes.data, Pages(0, 0)
+        return _NOWHERE.ctypes.data, 0, 0, None
     if HAVE_MMAP:
         delta = offset % PAGE
         length = nbytes + delta
@@ -226,12 +191,11 @@ def map_pages(fd: int, offset: int, nbytes: int, mode: Mode) -> tuple[int, Pages
             base = mmap(length, mode.protection, mode.map_flags, fd, offset - delta)
         except OSError as error:
             base = _map_otherwise(error, fd, offset - delta, length, mode)
-        return base + delta, Pages(base, length)
+        return base + delta, base, length, None
     delta = offset % _mmap_module.ALLOCATIONGRANULARITY
     access = _mmap_module.ACCESS_WRITE if mode.shared else _mmap_module.ACCESS_COPY
-    pages = Pages(0, 0)
-    pages.owner = _mmap_module.mmap(fd, nbytes + delta, access=access, offset=offset - delta)
-    return np.frombuffer(pages.owner, np.uint8).ctypes.data + delta, pages
+    owner = _mmap_module.mmap(fd, nbytes + delta, access=access, offset=offset - delta)
+    return np.frombuffer(owner, np.uint8).ctypes.data + delta, 0, 0, owner
 
 
 def _map_otherwise(error: OSError, fd: int, offset: int, length: int, mode: Mode) -> int:

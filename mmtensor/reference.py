@@ -1,8 +1,6 @@
 """How tensors on mappings cross processes: by reference, by descriptor, or by value."""
 
 import sys
-import weakref
-from collections.abc import Callable
 from multiprocessing import AuthenticationError, reduction
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -14,6 +12,7 @@ from torch.multiprocessing import reductions as _reductions
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
+from mmtensor.memory import find_live
 from mmtensor.storage import (
     TORCH_DTYPES,
     WORDS,
@@ -105,12 +104,12 @@ def _reduce_across(tensor: torch.Tensor) -> Any:
 
 
 def _reference(tensor: torch.Tensor, mapping: Mapping) -> tuple[Any, ...]:
-    geometry: tuple[Any, ...] = (
-        _NAMES[tensor.dtype],
-        tuple(tensor.size()),
-        tensor.stride(),
-        tensor.storage_offset(),
-    )
+    size, start = tuple(tensor.size()), tensor.storage_offset()
+    stride: tuple[int, ...] | None = None
+    if start or not tensor.is_contiguous() or 1 in size or 0 in size:
+        stride = tensor.stride()
+    # else it follows from the size, and of a whole file the tensor is quicker to make
+    geometry: tuple[Any, ...] = (_NAMES[tensor.dtype], size, stride, start)
     bits = _CONJ * tensor.is_conj() + _NEG * tensor.is_neg()
     kind = type(tensor)
     state = tensor.__dict__
@@ -122,24 +121,14 @@ def _reference(tensor: torch.Tensor, mapping: Mapping) -> tuple[Any, ...]:
     return _rebuild, (mapping, *geometry, bits, kind, state or None)
 
 
-# The last reference that led to a mapping, and the mapping. Views of one file in one message
-# have the very same tuple, which need not be looked up again.
-_last: tuple[Reference | None, Callable[[], FileMapping | None]] = (None, lambda: None)
-
-
 def _open_view(
     reference: Reference,
     dtype: str,
     size: tuple[int, ...],
-    stride: tuple[int, ...],
+    stride: tuple[int, ...] | None,
     start: int,
 ) -> torch.Tensor:
-    global _last
-    last, entry = _last
-    mapping = entry() if last is reference else None
-    if mapping is None:
-        mapping = find_file(reference)
-        _last = (reference, weakref.ref(mapping))
+    mapping = find_live(reference) or find_file(reference)
     tensor = tensor_on(mapping, TORCH_DTYPES[dtype], size, stride, start)
     tensor.__class__ = _kind
     return tensor
@@ -149,7 +138,7 @@ def _rebuild(
     mapping: Mapping,
     dtype: str,
     size: tuple[int, ...],
-    stride: tuple[int, ...],
+    stride: tuple[int, ...] | None,
     start: int,
     bits: int = 0,
     kind: type[torch.Tensor] | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtensor.creation import check_regular, file_chunks
+from mmtensor.creation import at_once, check_regular, file_chunks
 from mmtensor.directory import NewDirectory, create_beneath, open_directory, sync_beneath
 from mmtensor.dtypes import canonical_name
 from mmtensor.geometry import as_count, byte_count
@@ -227,6 +227,9 @@ def _new_file(
     """Write a file beneath the new directory and map it under the name it will have."""
     if place:
         name = f"{place}/{name}"
+    quick = at_once(f"{path}/{name}", chunks, nbytes, name, root)
+    if quick is not None:
+        return quick
     fd = create_beneath(name, root)
     try:
         if chunks is None:

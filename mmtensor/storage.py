@@ -48,6 +48,7 @@ NATIVE: dict[torch.dtype, np.dtype[Any]] = {
 _prototypes = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in TORCH_DTYPES.values()}
 # An integer of each size, to see the bytes of dtypes that NumPy lacks.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_UINT8 = np.dtype(np.uint8)
 _torch_cache: dict[Any, torch.dtype] = {dtype: dtype for dtype in TORCH_DTYPES.values()}
 
 # A storage so marked refuses every kernel that asks for a pointer to write through.
@@ -178,7 +179,7 @@ def storage_on(mapping: Mapping) -> MappedStorage:
         found = mapping.storage()
         if found is not None:
             return found  # type: ignore[no-any-return]  # a reference to a MappedStorage
-    return _new_storage(mapping, torch.from_numpy(np.asarray(mapping)))
+    return _new_storage(mapping, torch.from_numpy(mapping.array((mapping.nbytes,), _UINT8)))
 
 
 def _new_storage(mapping: Mapping, tensor: torch.Tensor) -> MappedStorage:
@@ -213,7 +214,7 @@ def tensor_on(
         First element, counted from the start of the mapping.
     """
     if strides is None and not start and mapping.storage is None and dtype in NATIVE:
-        array = np.ndarray(shape, NATIVE[dtype], np.asarray(mapping))
+        array = mapping.array(shape, NATIVE[dtype])
         if array.nbytes == mapping.nbytes:
             # A new mapping, all of it: the tensor that makes the storage is the result.
             tensor = torch.from_numpy(array)

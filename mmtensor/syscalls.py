@@ -9,6 +9,7 @@ import sys
 from typing import Any, NamedTuple
 
 __all__ = [
+    "AT_FDCWD",
     "HAVE_MMAP",
     "LINUX",
     "PAGE",
@@ -34,7 +35,7 @@ LINUX = sys.platform == "linux"
 # Windows has no libc to ask; `mapping` uses the mmap module there.
 HAVE_MMAP = os.name == "posix"
 
-_AT_FDCWD = -100
+AT_FDCWD = -100
 _AT_SYMLINK_FOLLOW = 0x400
 _AT_EMPTY_PATH = 0x1000
 _RENAME_NOREPLACE = 1
@@ -193,17 +194,17 @@ def link_descriptor(fd: int, path: str) -> None:
     global _links_descriptors
     target = path.encode(_ENCODING, _ERRORS)  # as os.fsencode does
     if _links_descriptors:
-        if not _libc.linkat(fd, b"", _AT_FDCWD, target, _AT_EMPTY_PATH):
+        if not _libc.linkat(fd, b"", AT_FDCWD, target, _AT_EMPTY_PATH):
             return
         if ctypes.get_errno() != errno.ENOENT:
             raise _error(path)
     source = b"/proc/self/fd/%d" % fd
-    if _libc.linkat(_AT_FDCWD, source, _AT_FDCWD, target, _AT_SYMLINK_FOLLOW):
+    if _libc.linkat(AT_FDCWD, source, AT_FDCWD, target, _AT_SYMLINK_FOLLOW):
         raise _error(path)
     _links_descriptors = False  # it worked, and the other way did not
 
 
-def rename_noreplace(source: str, target: str, *, dir_fd: int = _AT_FDCWD) -> None:
+def rename_noreplace(source: str, target: str, *, dir_fd: int = AT_FDCWD) -> None:
     """Rename a file or directory to a name that must not exist yet. See renameat2(2)."""
     if _libc.renameat2(
         dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), _RENAME_NOREPLACE
@@ -211,7 +212,7 @@ def rename_noreplace(source: str, target: str, *, dir_fd: int = _AT_FDCWD) -> No
         raise _error(target)
 
 
-def rename_exchange(source: str, target: str, *, dir_fd: int = _AT_FDCWD) -> None:
+def rename_exchange(source: str, target: str, *, dir_fd: int = AT_FDCWD) -> None:
     """Let two names that exist change places, in one step. See renameat2(2)."""
     if _libc.renameat2(dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), _RENAME_EXCHANGE):
         raise _error(target)
@@ -236,7 +237,7 @@ def file_handle(path: str | int) -> bytes:
         failed = _name_to_handle_at(path, b"", buffer, _mount, _AT_EMPTY_PATH)
     else:
         failed = _name_to_handle_at(
-            _AT_FDCWD, os.fsencode(path), buffer, _mount, _AT_SYMLINK_FOLLOW
+            AT_FDCWD, os.fsencode(path), buffer, _mount, _AT_SYMLINK_FOLLOW
         )
     if failed:
         return b""

@@ -18,6 +18,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from mmtensor import mapping
+
 ROOT = Path(__file__).parent.parent
 
 # Files are slow now and then, which is no property of the code under test. Examples come
@@ -49,6 +51,13 @@ def numbers(path):
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     array.tofile(path)
     return path, array
+
+
+@pytest.fixture
+def careful(monkeypatch):
+    """Let every step of opening and of making a file be taken in Python, one at a time."""
+    monkeypatch.setattr(mapping, "open_map", lambda *_: None)
+    monkeypatch.setattr(mapping, "create_map", lambda *_: None)
 
 
 def snapshot(directory):

@@ -530,6 +530,7 @@ def test_errors_while_writing_name_the_file(tmp_path, name):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("careful")
 def test_tensors_that_are_written_bit_by_bit(tmp_path, monkeypatch):
     """A call that writes less than it was given is followed by one for the rest."""
     sizes = []
@@ -548,6 +549,7 @@ def test_tensors_that_are_written_bit_by_bit(tmp_path, monkeypatch):
         assert path.read_bytes() == x.numpy().tobytes()
 
 
+@pytest.mark.usefixtures("careful")
 def test_calls_that_are_interrupted(tmp_path, monkeypatch):
     """A signal during a call is no error, and any other number is."""
     codes = [errno.EINTR, errno.EINTR, errno.ENOSPC]
