@@ -4,10 +4,10 @@
    Python they take 11, and the objects of Python that hold the result as much again
    (measured). Here is the usual case of opening and of making a file, in one call each.
 
-   Every function here either does all of its work or none of it and returns None: whatever
-   is unusual (an error, another size, a file system that lacks something) is for the Python
-   code to do again, to explain, and to decide. So nothing is decided here, and without a
-   compiler the package works as well. */
+   open_map, create_map and find_live do all of their work or none of it, and return None
+   then: whatever is unusual (a missing file, another size, a file system that lacks
+   something) is for the Python code to do again, to explain, and to decide. So nothing is
+   decided here, and without a compiler the package works as well. */
 
 #define PY_SSIZE_T_CLEAN
 #ifndef _GNU_SOURCE
@@ -34,20 +34,17 @@ PyInit__calls(void)
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
-/* As in rawfile.py: below this, writing reserves the blocks as well, and is quicker; and how
-   much is written at a time. */
-#define SMALL (1 << 16)
-#define ONCE (1 << 30)
+/* Of this interface; memory.py takes no other one. */
+#define INTERFACE 1
 
 static long page;
-
-/* The table of live mappings, of pages.py: what a mapping is found by goes with it. */
-static PyObject *live_mappings = NULL;
 
 /* Memory: bytes at an address, and what the system has to get back.
 
@@ -60,13 +57,14 @@ typedef struct {
     Py_ssize_t nbytes;
     void *base; /* of the map, which begins at a page */
     Py_ssize_t length;
-    int descriptor;  /* to be closed; -1: nothing */
-    char readonly;   /* whether a buffer that can be written to is refused */
-    PyObject *keys;  /* a list, or NULL */
-    PyObject *entry; /* what is found in live_mappings under those keys, or NULL */
+    int descriptor; /* to be closed; -1: nothing */
+    char readonly;  /* whether a buffer that can be written to is refused */
+    /* Where it is found: a dict, the keys (a list) and the weak reference there. None of them
+       leads back here, so the garbage collector need not know. */
+    PyObject *table, *keys, *entry;
     /* What fstat(2) said of the file. */
     unsigned long long device, inode;
-    long long size, changed;
+    long long changed;
 } Memory;
 
 static PyObject *
@@ -78,30 +76,15 @@ memory_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
     return (PyObject *)self;
 }
 
-static int
-memory_init(PyObject *object, PyObject *arguments, PyObject *keywords)
-{
-    Memory *self = (Memory *)object;
-    Py_ssize_t address, nbytes, base, length;
-    if (!PyArg_ParseTuple(arguments, "nnnn", &address, &nbytes, &base, &length))
-        return -1;
-    self->address = (void *)address;
-    self->nbytes = nbytes;
-    self->base = (void *)base;
-    self->length = length;
-    return 0;
-}
-
 static void
 forget_keys(Memory *self)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->keys); i++) {
-        PyObject *key = PyList_GET_ITEM(self->keys, i);
-        Py_INCREF(key);
-        if (PyDict_GetItemWithError(live_mappings, key) == self->entry)
-            PyDict_DelItem(live_mappings, key);
+        PyObject *key = Py_NewRef(PyList_GET_ITEM(self->keys, i));
+        if (PyDict_GetItemWithError(self->table, key) == self->entry)
+            PyDict_DelItem(self->table, key);
         PyErr_Clear();
         Py_DECREF(key);
     }
@@ -112,8 +95,9 @@ static void
 memory_dealloc(PyObject *object)
 {
     Memory *self = (Memory *)object;
-    if (self->keys != NULL && self->entry != NULL && live_mappings != NULL)
+    if (self->keys != NULL)
         forget_keys(self);
+    Py_CLEAR(self->table);
     Py_CLEAR(self->keys);
     Py_CLEAR(self->entry);
     if (self->descriptor >= 0)
@@ -134,26 +118,203 @@ memory_buffer(PyObject *object, Py_buffer *view, int flags)
     return PyBuffer_FillInfo(view, object, self->address, self->nbytes, self->readonly, flags);
 }
 
+/* The same bytes as a buffer that can be written to, whatever `readonly` says. */
+typedef struct {
+    PyObject_HEAD
+    Memory *memory;
+} Writeable;
+
+static int
+writeable_buffer(PyObject *object, Py_buffer *view, int flags)
+{
+    Memory *memory = ((Writeable *)object)->memory;
+    return PyBuffer_FillInfo(view, object, memory->address, memory->nbytes, 0, flags);
+}
+
+static void
+writeable_dealloc(PyObject *object)
+{
+    Py_DECREF(((Writeable *)object)->memory);
+    PyObject_Free(object);
+}
+
+static PyBufferProcs writeable_as_buffer = {writeable_buffer, NULL};
+
+static PyTypeObject WriteableType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mmtensor._calls.Writeable",
+    .tp_basicsize = sizeof(Writeable),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = writeable_dealloc,
+    .tp_as_buffer = &writeable_as_buffer,
+};
+
+static PyObject *
+memory_writeable(PyObject *self, void *closure)
+{
+    Writeable *found = PyObject_New(Writeable, &WriteableType);
+    if (found != NULL)
+        found->memory = (Memory *)Py_NewRef(self);
+    return (PyObject *)found;
+}
+
 static PyObject *
 memory_hold(PyObject *self, void *closure)
 {
     return Py_NewRef(self);
 }
 
+/* Arguments as C integers: 0 and an exception where they are none, or do not fit. */
+static int
+as_long_long(PyObject *object, long long least, long long most, long long *value)
+{
+    *value = PyLong_AsLongLong(object);
+    if (*value == -1 && PyErr_Occurred())
+        return 0;
+    if (*value < least || *value > most) {
+        PyErr_Format(PyExc_OverflowError, "%lld is out of range", *value);
+        return 0;
+    }
+    return 1;
+}
+
+static int
+as_int(PyObject *object, int *value)
+{
+    long long wide;
+    int fits = as_long_long(object, INT_MIN, INT_MAX, &wide);
+    *value = (int)wide;
+    return fits;
+}
+
+static int
+as_size(PyObject *object, Py_ssize_t least, Py_ssize_t *value)
+{
+    long long wide;
+    int fits = as_long_long(object, least, PY_SSIZE_T_MAX, &wide);
+    *value = (Py_ssize_t)wide;
+    return fits;
+}
+
+static int
+expect(const char *name, Py_ssize_t count, Py_ssize_t wanted)
+{
+    if (count != wanted)
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, count);
+    return count == wanted;
+}
+
+static int
+is_empty(Memory *self)
+{
+    if (self->address != NULL)
+        PyErr_SetString(PyExc_ValueError, "it has its memory already");
+    return self->address == NULL;
+}
+
+PyDoc_STRVAR(place_doc,
+"place(address, nbytes)\n"
+"--\n\n"
+"Stand on memory that somebody else keeps.");
+
+static PyObject *
+memory_place(Memory *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    Py_ssize_t nbytes;
+    if (!expect("place", count, 2) || !is_empty(self) || !as_size(arguments[1], 0, &nbytes))
+        return NULL;
+    void *address = PyLong_AsVoidPtr(arguments[0]);
+    if (address == NULL && PyErr_Occurred())
+        return NULL;
+    self->address = address;
+    self->nbytes = nbytes;
+    Py_RETURN_NONE;
+}
+
+/* Take a map over, whose first `delta` bytes come before the data. */
+static void
+take(Memory *self, void *base, Py_ssize_t delta, Py_ssize_t nbytes)
+{
+    self->base = base;
+    self->length = nbytes + delta;
+    self->address = (char *)base + delta;
+    self->nbytes = nbytes;
+}
+
+PyDoc_STRVAR(map_bytes_doc,
+"map_bytes(fd, offset, nbytes, protection, map_flags)\n"
+"--\n\n"
+"Map bytes of a descriptor, or raise the OSError of mmap(2).");
+
+static PyObject *
+memory_map_bytes(Memory *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    int fd, protection, map_flags;
+    long long offset;
+    Py_ssize_t nbytes;
+    if (!expect("map_bytes", count, 5) || !is_empty(self) || !as_int(arguments[0], &fd) ||
+        !as_long_long(arguments[1], 0, LLONG_MAX, &offset) ||
+        !as_size(arguments[2], 1, &nbytes) || !as_int(arguments[3], &protection) ||
+        !as_int(arguments[4], &map_flags))
+        return NULL;
+    Py_ssize_t delta = (Py_ssize_t)(offset % page);
+    void *base = mmap(NULL, (size_t)nbytes + (size_t)delta, protection, map_flags, fd,
+                      offset - delta);
+    if (base == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    take(self, base, delta, nbytes);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(found_under_doc,
+"found_under(table, key, entry)\n"
+"--\n\n"
+"Note an entry of a table that goes when this goes.");
+
+static PyObject *
+memory_found_under(Memory *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!expect("found_under", count, 3))
+        return NULL;
+    if (!PyDict_Check(arguments[0])) {
+        PyErr_SetString(PyExc_TypeError, "the table must be a dict");
+        return NULL;
+    }
+    if (self->keys == NULL) {
+        self->keys = PyList_New(0);
+        if (self->keys == NULL)
+            return NULL;
+        self->table = Py_NewRef(arguments[0]);
+        self->entry = Py_NewRef(arguments[2]);
+    }
+    if (PyList_Append(self->keys, arguments[1]))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+#define METHOD(function) ((PyCFunction)(void (*)(void))(function))
+
+static PyMethodDef memory_methods[] = {
+    {"place", METHOD(memory_place), METH_FASTCALL, place_doc},
+    {"map_bytes", METHOD(memory_map_bytes), METH_FASTCALL, map_bytes_doc},
+    {"found_under", METHOD(memory_found_under), METH_FASTCALL, found_under_doc},
+    {NULL}};
+
 static PyMemberDef memory_members[] = {
     {"address", T_PYSSIZET, offsetof(Memory, address), READONLY, NULL},
     {"nbytes", T_PYSSIZET, offsetof(Memory, nbytes), READONLY, NULL},
     {"descriptor", T_INT, offsetof(Memory, descriptor), 0, NULL},
     {"readonly", T_BOOL, offsetof(Memory, readonly), 0, NULL},
-    {"keys", T_OBJECT, offsetof(Memory, keys), 0, NULL},
-    {"entry", T_OBJECT, offsetof(Memory, entry), 0, NULL},
+    {"keys", T_OBJECT, offsetof(Memory, keys), READONLY, NULL},
+    {"entry", T_OBJECT, offsetof(Memory, entry), READONLY, NULL},
     {"st_dev", T_ULONGLONG, offsetof(Memory, device), 0, NULL},
     {"st_ino", T_ULONGLONG, offsetof(Memory, inode), 0, NULL},
-    {"st_size", T_LONGLONG, offsetof(Memory, size), 0, NULL},
     {"st_ctime_ns", T_LONGLONG, offsetof(Memory, changed), 0, NULL},
     {NULL}};
 
-static PyGetSetDef memory_getset[] = {{"hold", memory_hold, NULL, NULL, NULL}, {NULL}};
+static PyGetSetDef memory_getset[] = {
+    {"hold", memory_hold, NULL, NULL, NULL},
+    {"writeable", memory_writeable, NULL, NULL, NULL},
+    {NULL}};
 
 static PyBufferProcs memory_as_buffer = {memory_buffer, NULL};
 
@@ -161,11 +322,10 @@ static PyTypeObject MemoryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mmtensor._calls.Memory",
     .tp_basicsize = sizeof(Memory),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_doc = PyDoc_STR("Memory(address, nbytes, base, length)\n--\n\n"
-                        "Bytes at an address, and what to unmap when they are gone."),
+    .tp_doc = PyDoc_STR("Bytes at an address, and what the system gets back for them."),
     .tp_new = memory_new,
-    .tp_init = memory_init,
     .tp_dealloc = memory_dealloc,
+    .tp_methods = memory_methods,
     .tp_members = memory_members,
     .tp_getset = memory_getset,
     .tp_as_buffer = &memory_as_buffer,
@@ -191,17 +351,11 @@ changed_at(const struct stat *status)
     return status->st_ctim.tv_sec * 1000000000LL + status->st_ctim.tv_nsec;
 }
 
-/* Take the map over into an object; what fstat(2) said goes along. */
 static void
-fill(Memory *memory, void *base, Py_ssize_t delta, Py_ssize_t nbytes, const struct stat *status)
+note_status(Memory *memory, const struct stat *status)
 {
-    memory->base = base;
-    memory->length = nbytes + delta;
-    memory->address = (char *)base + delta;
-    memory->nbytes = nbytes;
     memory->device = status->st_dev;
     memory->inode = status->st_ino;
-    memory->size = status->st_size;
     memory->changed = changed_at(status);
 }
 
@@ -242,25 +396,19 @@ PyDoc_STRVAR(open_map_doc,
 static PyObject *
 open_map(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 10) {
-        PyErr_SetString(PyExc_TypeError, "open_map takes 10 arguments");
-        return NULL;
-    }
-    int flags = (int)PyLong_AsLong(arguments[2]);
-    int protection = (int)PyLong_AsLong(arguments[3]);
-    int map_flags = (int)PyLong_AsLong(arguments[4]);
-    long long offset = PyLong_AsLongLong(arguments[5]);
-    Py_ssize_t nbytes = PyLong_AsSsize_t(arguments[6]);
-    long long size = PyLong_AsLongLong(arguments[7]);
-    int directory = (int)PyLong_AsLong(arguments[8]);
+    int flags, protection, map_flags, directory;
+    long long offset, size;
+    Py_ssize_t nbytes, length;
     char *wanted;
-    Py_ssize_t length;
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(arguments[9], &wanted, &length) < 0)
-        return NULL;
-    if (PySys_Audit("open", "OOi", arguments[1], Py_None, flags) < 0)
-        return NULL;
-    PyObject *name = PyUnicode_EncodeFSDefault(arguments[1]);
-    if (name == NULL)
+    PyObject *name;
+    if (!expect("open_map", count, 10) || !as_int(arguments[2], &flags) ||
+        !as_int(arguments[3], &protection) || !as_int(arguments[4], &map_flags) ||
+        !as_long_long(arguments[5], 0, LLONG_MAX, &offset) ||
+        !as_size(arguments[6], -1, &nbytes) ||
+        !as_long_long(arguments[7], -1, LLONG_MAX, &size) || !as_int(arguments[8], &directory) ||
+        PyBytes_AsStringAndSize(arguments[9], &wanted, &length) ||
+        PySys_Audit("open", "OOi", arguments[1], Py_None, flags) ||
+        !PyUnicode_FSConverter(arguments[1], &name))
         return NULL;
     Memory *memory = empty_memory(arguments[0]);
     if (memory == NULL) {
@@ -279,7 +427,7 @@ open_map(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
             if (nbytes < 0)
                 nbytes = (Py_ssize_t)rest;
             if (nbytes > 0 && nbytes <= rest)
-                base = mmap(NULL, (size_t)(nbytes + delta), protection, map_flags, fd,
+                base = mmap(NULL, (size_t)nbytes + (size_t)delta, protection, map_flags, fd,
                             offset - delta);
         }
         close(fd);
@@ -290,26 +438,17 @@ open_map(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
         Py_DECREF(memory);
         Py_RETURN_NONE;
     }
-    fill(memory, base, delta, nbytes, &status);
+    take(memory, base, delta, nbytes);
+    note_status(memory, &status);
     return (PyObject *)memory;
 }
 
-/* Write bytes, or zeros, to a new file; reserve its blocks first where that pays. */
+/* Write bytes to a new file. A signal ends it like any error: Python deals with it. */
 static int
 write_new(int fd, const char *address, Py_ssize_t nbytes)
 {
-    static char zeros[SMALL]; /* which nobody writes to */
-    if (nbytes > SMALL) {
-        if (fallocate(fd, 0, 0, nbytes))
-            return -1;
-        if (address == NULL)
-            return 0;
-    }
-    else if (address == NULL)
-        address = zeros;
     for (Py_ssize_t done = 0; done < nbytes;) {
-        Py_ssize_t left = nbytes - done;
-        ssize_t written = pwrite(fd, address + done, (size_t)(left < ONCE ? left : ONCE), done);
+        ssize_t written = pwrite(fd, address + done, (size_t)(nbytes - done), done);
         if (written <= 0)
             return -1;
         done += written;
@@ -339,7 +478,7 @@ give_name(int fd, const char *path)
 /* Make a file, write it, map it, and give it its name. Returns the map, or MAP_FAILED with
    nothing left of the file. */
 static void *
-make_file(int directory, const char *path, const char *address, Py_ssize_t nbytes,
+make_file(int directory, const char *path, const char *address, Py_ssize_t nbytes, int reserve,
           struct stat *status)
 {
     void *base = MAP_FAILED;
@@ -358,7 +497,8 @@ make_file(int directory, const char *path, const char *address, Py_ssize_t nbyte
     }
     if (fd < 0)
         return base;
-    if (!write_new(fd, address, nbytes) && !fstat(fd, status)) {
+    if ((!reserve || !fallocate(fd, 0, 0, nbytes)) &&
+        (address == NULL || !write_new(fd, address, nbytes)) && !fstat(fd, status)) {
         base = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         if (base != MAP_FAILED && directory < 0 && give_name(fd, path)) {
             munmap(base, (size_t)nbytes);
@@ -372,37 +512,38 @@ make_file(int directory, const char *path, const char *address, Py_ssize_t nbyte
 }
 
 PyDoc_STRVAR(create_map_doc,
-"create_map(kind, path, address, nbytes, directory)\n"
+"create_map(kind, path, address, nbytes, reserve, directory)\n"
 "--\n\n"
 "Make a file that must not exist yet, write it, and map it for reading and writing.\n\n"
 "Returns an object of the class `kind`, or None, with nothing left, where that fails.\n\n"
 "address: of the bytes, which the caller keeps alive; 0: zeros.\n"
+"reserve: whether to reserve the blocks first.\n"
 "directory: a descriptor that a relative path begins at: the file has its name from the\n"
 "start; or -100 (AT_FDCWD): it is given the name when it is whole.");
 
 static PyObject *
 create_map(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "create_map takes 5 arguments");
+    int directory, reserve;
+    Py_ssize_t nbytes;
+    PyObject *name;
+    if (!expect("create_map", count, 6) || !as_size(arguments[3], 1, &nbytes) ||
+        !as_int(arguments[5], &directory))
         return NULL;
+    const char *address = PyLong_AsVoidPtr(arguments[2]);
+    if ((address == NULL && PyErr_Occurred()) ||
+        (reserve = PyObject_IsTrue(arguments[4])) < 0 ||
+        PySys_Audit("open", "OOi", arguments[1], Py_None, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC) ||
+        !PyUnicode_FSConverter(arguments[1], &name))
+        return NULL;
+    char *zeros = NULL;
+    if (address == NULL && !reserve && (address = zeros = calloc(1, (size_t)nbytes)) == NULL) {
+        Py_DECREF(name);
+        return PyErr_NoMemory();
     }
-    const char *address = (const char *)PyLong_AsSize_t(arguments[2]);
-    Py_ssize_t nbytes = PyLong_AsSsize_t(arguments[3]);
-    int directory = (int)PyLong_AsLong(arguments[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (nbytes <= 0) {
-        PyErr_SetString(PyExc_ValueError, "nbytes must be positive");
-        return NULL;
-    }
-    if (PySys_Audit("open", "OOi", arguments[1], Py_None, O_CREAT | O_RDWR | O_CLOEXEC) < 0)
-        return NULL;
-    PyObject *name = PyUnicode_EncodeFSDefault(arguments[1]);
-    if (name == NULL)
-        return NULL;
     Memory *memory = empty_memory(arguments[0]);
     if (memory == NULL) {
+        free(zeros);
         Py_DECREF(name);
         return NULL;
     }
@@ -410,14 +551,16 @@ create_map(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
     void *base;
     struct stat status;
     Py_BEGIN_ALLOW_THREADS
-    base = make_file(directory, path, address, nbytes, &status);
+    base = make_file(directory, path, address, nbytes, reserve, &status);
     Py_END_ALLOW_THREADS
+    free(zeros);
     Py_DECREF(name);
     if (base == MAP_FAILED) {
         Py_DECREF(memory);
         Py_RETURN_NONE;
     }
-    fill(memory, base, 0, nbytes, &status);
+    take(memory, base, 0, nbytes);
+    note_status(memory, &status);
     return (PyObject *)memory;
 }
 
@@ -429,13 +572,15 @@ PyDoc_STRVAR(size_at_doc,
 static PyObject *
 size_at(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2 || !PyObject_TypeCheck(arguments[1], &MemoryType)) {
+    PyObject *name;
+    if (!expect("size_at", count, 2))
+        return NULL;
+    if (!PyObject_TypeCheck(arguments[1], &MemoryType)) {
         PyErr_SetString(PyExc_TypeError, "size_at takes a path and a Memory");
         return NULL;
     }
     Memory *memory = (Memory *)arguments[1];
-    PyObject *name = PyUnicode_EncodeFSDefault(arguments[0]);
-    if (name == NULL)
+    if (!PyUnicode_FSConverter(arguments[0], &name))
         return NULL;
     const char *path = PyBytes_AS_STRING(name);
     struct stat status;
@@ -465,53 +610,62 @@ target(PyObject *entry)
 }
 
 PyDoc_STRVAR(find_live_doc,
-"find_live(reference)\n"
+"find_live(live_mappings, reference)\n"
 "--\n\n"
 "Return the live mapping that a reference leads to, or None.\n\n"
 "None as well if the path names another file by now, or one of another size. Views of one\n"
 "file in one message have the very same tuple: for them the path is looked at once.");
 
+/* Whether a file shows what was mapped. On overlayfs, one that was copied up is another file
+   under the same number: who has not mapped it for writing sees that its status changed. */
+static int
+is_same(const char *path, const struct stat *status, const Memory *memory, int shared)
+{
+    struct statfs system;
+    if (status->st_dev != memory->device || status->st_ino != memory->inode)
+        return 0;
+    if (shared || changed_at(status) == memory->changed)
+        return 1;
+    return !statfs(path, &system) && system.f_type != 0x794C7630; /* OVERLAYFS_SUPER_MAGIC */
+}
+
 static PyObject *
-find_live(PyObject *module, PyObject *reference)
+find_live(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
     static PyObject *last_reference = NULL, *last_entry = NULL;
+    if (!expect("find_live", count, 2))
+        return NULL;
+    PyObject *table = arguments[0], *reference = arguments[1];
     if (reference == last_reference) {
         PyObject *found = target(last_entry);
         if (found != NULL)
             return found;
     }
-    if (!PyTuple_Check(reference) || PyTuple_GET_SIZE(reference) != 6 || live_mappings == NULL)
+    if (!PyDict_Check(table) || !PyTuple_Check(reference) || PyTuple_GET_SIZE(reference) != 6)
         Py_RETURN_NONE;
-    PyObject *entry = PyDict_GetItemWithError(live_mappings, reference);
+    PyObject *entry = PyDict_GetItemWithError(table, reference);
     if (entry == NULL || !PyWeakref_Check(entry)) {
         if (PyErr_Occurred())
             return NULL;
         Py_RETURN_NONE;
     }
     Py_INCREF(entry);
-    PyObject *found = target(entry);
-    PyObject *name = NULL;
-    if (found == NULL || !PyObject_TypeCheck(found, &MemoryType))
-        goto none;
-    Memory *memory = (Memory *)found;
-    long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(reference, 4));
-    name = PyUnicode_EncodeFSDefault(PyTuple_GET_ITEM(reference, 0));
-    if (name == NULL || PyErr_Occurred())
+    PyObject *name = NULL, *found = target(entry);
+    PyObject *mode = PyTuple_GET_ITEM(reference, 1);
+    long long size;
+    if (found == NULL || !PyObject_TypeCheck(found, &MemoryType) || !PyUnicode_Check(mode) ||
+        !as_long_long(PyTuple_GET_ITEM(reference, 4), 0, LLONG_MAX, &size) ||
+        !PyUnicode_FSConverter(PyTuple_GET_ITEM(reference, 0), &name))
         goto none;
     const char *path = PyBytes_AS_STRING(name);
+    int shared = !PyUnicode_CompareWithASCIIString(mode, "r+");
     struct stat status;
-    int failed;
+    int same;
     Py_BEGIN_ALLOW_THREADS
-    failed = stat(path, &status);
+    same = !stat(path, &status) && status.st_size == size &&
+           is_same(path, &status, (Memory *)found, shared);
     Py_END_ALLOW_THREADS
-    if (failed || status.st_dev != memory->device || status.st_ino != memory->inode ||
-        status.st_size != size)
-        goto none;
-    /* A file on overlayfs that was copied up is another one under the same number: who has
-       not mapped it for writing sees that its status has changed. */
-    PyObject *mode = PyTuple_GET_ITEM(reference, 1);
-    if (!(PyUnicode_Check(mode) && !PyUnicode_CompareWithASCIIString(mode, "r+")) &&
-        changed_at(&status) != memory->changed)
+    if (!same)
         goto none;
     Py_DECREF(name);
     Py_XSETREF(last_entry, entry);
@@ -535,8 +689,8 @@ static PyObject *
 handle_at(PyObject *module, PyObject *argument)
 {
     Handle handle;
-    PyObject *name = PyUnicode_EncodeFSDefault(argument);
-    if (name == NULL)
+    PyObject *name;
+    if (!PyUnicode_FSConverter(argument, &name))
         return NULL;
     const char *path = PyBytes_AS_STRING(name);
     int failed;
@@ -549,29 +703,12 @@ handle_at(PyObject *module, PyObject *argument)
     return PyBytes_FromStringAndSize((char *)handle.head.f_handle, handle.head.handle_bytes);
 }
 
-PyDoc_STRVAR(forget_doc,
-"forget_in(live_mappings)\n"
-"--\n\n"
-"Name the dict that mappings take their entries out of when they go.");
-
-static PyObject *
-forget_in(PyObject *module, PyObject *argument)
-{
-    if (!PyDict_Check(argument)) {
-        PyErr_SetString(PyExc_TypeError, "expected a dict");
-        return NULL;
-    }
-    Py_XSETREF(live_mappings, Py_NewRef(argument));
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
-    {"open_map", (PyCFunction)(void (*)(void))open_map, METH_FASTCALL, open_map_doc},
-    {"create_map", (PyCFunction)(void (*)(void))create_map, METH_FASTCALL, create_map_doc},
-    {"size_at", (PyCFunction)(void (*)(void))size_at, METH_FASTCALL, size_at_doc},
-    {"find_live", find_live, METH_O, find_live_doc},
+    {"open_map", METHOD(open_map), METH_FASTCALL, open_map_doc},
+    {"create_map", METHOD(create_map), METH_FASTCALL, create_map_doc},
+    {"size_at", METHOD(size_at), METH_FASTCALL, size_at_doc},
+    {"find_live", METHOD(find_live), METH_FASTCALL, find_live_doc},
     {"handle_at", handle_at, METH_O, handle_at_doc},
-    {"forget_in", forget_in, METH_O, forget_doc},
     {NULL}};
 
 static struct PyModuleDef definition = {
@@ -586,10 +723,11 @@ PyMODINIT_FUNC
 PyInit__calls(void)
 {
     page = sysconf(_SC_PAGESIZE);
-    if (PyType_Ready(&MemoryType) < 0)
+    if (PyType_Ready(&MemoryType) < 0 || PyType_Ready(&WriteableType) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddObjectRef(module, "Memory", (PyObject *)&MemoryType) < 0) {
+    if (module == NULL || PyModule_AddObjectRef(module, "Memory", (PyObject *)&MemoryType) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0) {
         Py_XDECREF(module);
         return NULL;
     }

@@ -158,8 +158,7 @@ def _write(
     """Make a file or a block of shared memory, of zeros or of the given bytes."""
     if path is None:
         return SharedMapping.create(nbytes, chunks)
-    if preallocate and not existsok and nbytes <= CHUNK:
-        # Larger ones look at the target before they write.
+    if preallocate and not existsok:
         quick = at_once(path, chunks, nbytes)
         if quick is not None:
             return quick
@@ -176,8 +175,11 @@ def _write(
 def at_once(
     path: str, chunks: Iterable[Chunk] | None, nbytes: int, name: str | None = None, root: int = -1
 ) -> FileMapping | None:
-    """Make a file of zeros, or of what `file_chunks` gave, in one step; None: with care, then."""
-    if nbytes == 0:
+    """Make a file of zeros, or of what `file_chunks` gave, in one step; None: with care, then.
+
+    A large one looks at the target before it is written, and listens to Ctrl-C meanwhile.
+    """
+    if not 0 < nbytes <= CHUNK:
         return None
     address = 0
     if chunks is not None:

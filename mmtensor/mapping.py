@@ -12,10 +12,10 @@ import numpy as np
 from mmtensor.blocks import unnamed_block
 from mmtensor.errors import SizeError, StaleFileError
 from mmtensor.geometry import MAX_BYTES, MAX_DIMENSIONS, fit
-from mmtensor.memory import create_map, find_live, handle_at, live_mappings, open_map, size_at
+from mmtensor.memory import create_map, find_live, handle_at, open_map, size_at
 from mmtensor.modes import MODES, Mode
-from mmtensor.pages import DONTNEED, PAGEOUT, Mapping, map_pages, share
-from mmtensor.rawfile import Chunk, open_existing, reserve, write_chunks
+from mmtensor.pages import DONTNEED, PAGEOUT, Mapping, live_mappings, share
+from mmtensor.rawfile import SMALL, Chunk, open_existing, reserve, write_chunks
 from mmtensor.syscalls import (
     AT_FDCWD,
     LINUX,
@@ -72,26 +72,31 @@ class FileMapping(Mapping):
     warm_until = 0
     _handle: bytes | None = None
     _cached: Reference | None = None
-    _owner: Any = None
 
-    def __init__(
-        self, fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
-    ) -> None:
-        address, base, length, self._owner = map_pages(fd, offset, nbytes, mode)
-        Mapping.__init__(self, address, nbytes, mode, base, length)
+    def __init__(self, mode: Mode, path: str, offset: int, size: int) -> None:
+        Mapping.__init__(self, mode)
         self.path: str = path
         self.offset: int = offset
-        self.size = status.st_size
-        self.st_dev = status.st_dev
-        self.st_ino = status.st_ino
-        self.st_ctime_ns = status.st_ctime_ns
+        self.size = size
+
+    @classmethod
+    def of_descriptor(
+        cls, fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
+    ) -> "FileMapping":
+        """Map a part of an open file."""
+        mapping = cls(mode, path, offset, status.st_size)
+        mapping.st_dev = status.st_dev
+        mapping.st_ino = status.st_ino
+        mapping.st_ctime_ns = status.st_ctime_ns
+        mapping.map_descriptor(fd, offset, nbytes)
+        return mapping
 
     def flush(self, start: int = 0, nbytes: int | None = None) -> None:
         """Write a range of bytes to stable storage (``r+``) and wait."""
         if not self.mode.shared or self.nbytes == 0:
             return
-        if self._owner is not None:
-            self._owner.flush()
+        if self.owner is not None:
+            self.owner.flush()
             return
         end = self.address + (self.nbytes if nbytes is None else start + nbytes)
         low = (self.address + start) // PAGE * PAGE
@@ -151,13 +156,9 @@ class SharedMapping(Mapping):
     def __init__(
         self, fd: int, nbytes: int, offset: int = 0, status: os.stat_result | None = None
     ) -> None:
-        try:
-            address, base, length, _ = map_pages(fd, offset, nbytes, MODES["r+"])
-        except BaseException:
-            os.close(fd)
-            raise
-        super().__init__(address, nbytes, MODES["r+"], base, length)
-        self.fd = self.hold.descriptor = fd
+        super().__init__(MODES["r+"])
+        self.fd = self.hold.descriptor = fd  # from here on it is closed with the mapping
+        self.map_descriptor(fd, offset, nbytes)
         status = status or os.fstat(fd)
         self._key = (status.st_dev, status.st_ino, offset, nbytes)
 
@@ -234,7 +235,8 @@ class MemoryMapping(Mapping):
         self.owner = owner
         self.path: str | None = path
         self.offset: int = offset
-        super().__init__(address, nbytes, mode)
+        super().__init__(mode)
+        self.place(address, nbytes)
 
     def _advise_pages(self, low: int, high: int, number: int) -> None:
         # Whose the pages are is not known. On the heap MADV_DONTNEED means zeros, for the
@@ -325,7 +327,13 @@ def _fitting(
     """Map a file whose size is what the shape asks for, in one step; None: with care, then."""
     found = _QUICK.get(mode) if mode is None or type(mode) is str else None
     nbytes = math.prod(shape) * dtype.itemsize  # negative with a -1 in the shape
-    if found is None or nbytes == 0 or offset + nbytes > MAX_BYTES or len(shape) > MAX_DIMENSIONS:
+    if (
+        found is None
+        or nbytes == 0
+        or offset > MAX_BYTES
+        or offset + nbytes > MAX_BYTES
+        or len(shape) > MAX_DIMENSIONS
+    ):
         return None
     if nbytes > 0:
         return map_quickly(path, found, offset, nbytes, offset + nbytes)
@@ -384,7 +392,9 @@ def map_quickly(
         which is not None and (mapping.st_dev != which[0] or mapping.st_ino != which[1])
     ):
         return None
-    _name(mapping, path, mode, offset)
+    FileMapping.__init__(
+        mapping, mode, path, offset, offset + mapping.nbytes if size < 0 else size
+    )
     if mode.name == "c":
         return mapping
     found, key = _find(path, mode, offset, mapping.nbytes, mapping)
@@ -394,16 +404,6 @@ def map_quickly(
     return found
 
 
-def _name(mapping: FileMapping, path: str, mode: Mode, offset: int) -> None:
-    """Tell a mapping that was made in one step what it is."""
-    mapping.mode = mode
-    mapping.readonly = not mode.writeable
-    mapping.storage = None
-    mapping.path = path
-    mapping.offset = offset
-    mapping.size = mapping.st_size
-
-
 def map_descriptor(
     fd: int, status: os.stat_result, path: str, mode: Mode, offset: int, nbytes: int
 ) -> FileMapping:
@@ -411,10 +411,10 @@ def map_descriptor(
     if mode.name == "c" or nbytes == 0:
         # Each opening has its own private pages. One of no bytes keeps no hold of the file,
         # whose inode number can become that of another one.
-        return FileMapping(fd, status, path, mode, offset, nbytes)
+        return FileMapping.of_descriptor(fd, status, path, mode, offset, nbytes)
     found, key = _find(path, mode, offset, nbytes, status)
     if found is None:
-        found = share(FileMapping(fd, status, path, mode, offset, nbytes), key)
+        found = share(FileMapping.of_descriptor(fd, status, path, mode, offset, nbytes), key)
     found.size = status.st_size
     return found
 
@@ -439,9 +439,11 @@ def create_quickly(
         None if that cannot be done, with nothing left of the file: the same must be done step
         by step, which finds out why.
     """
-    mapping = create_map(FileMapping, path if name is None else name, address, nbytes, dir_fd)
+    mapping = create_map(
+        FileMapping, path if name is None else name, address, nbytes, nbytes > SMALL, dir_fd
+    )
     if mapping is not None:
-        _name(mapping, path, _READ_WRITE, 0)
+        FileMapping.__init__(mapping, _READ_WRITE, path, 0, nbytes)
         share(mapping, (path, mapping.st_dev, mapping.st_ino, "r+", 0, nbytes))
     return mapping
 
@@ -449,7 +451,7 @@ def create_quickly(
 def map_new(fd: int, path: str, nbytes: int) -> FileMapping:
     """Map a file that was just made, all of it, under the name that it will have."""
     status = os.fstat(fd)
-    mapping = FileMapping(fd, status, path, MODES["r+"], 0, nbytes)
+    mapping = FileMapping.of_descriptor(fd, status, path, MODES["r+"], 0, nbytes)
     if nbytes:
         share(mapping, (path, status.st_dev, status.st_ino, "r+", 0, nbytes))
     return mapping
@@ -515,7 +517,7 @@ def find_file(reference: Reference) -> FileMapping:
     """
     path, mode, offset, nbytes, size, identity = reference
     # While a file is mapped here no other one can have its inode number.
-    found: FileMapping | None = find_live(reference)
+    found: FileMapping | None = find_live(live_mappings, reference)
     if found is not None:
         return found
     origin, device, inode = _IDENTITY.unpack_from(identity)
@@ -523,7 +525,7 @@ def find_file(reference: Reference) -> FileMapping:
     here = origin == machine()
     which = (device, inode, handle) if here else None
     mapping = None
-    if mode in MODES and nbytes > 0 and offset + nbytes <= size:
+    if mode in MODES and nbytes > 0 and 0 <= offset <= size - nbytes and size <= MAX_BYTES:
         mapping = map_quickly(path, MODES[mode], offset, nbytes, size, which=which)
     if mapping is None:
         mapping = _find_with_care(reference, which)

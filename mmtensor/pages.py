@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmtensor.memory import COMPILED, Memory, live_mappings
+from mmtensor.memory import COMPILED, Memory
 from mmtensor.modes import Mode
-from mmtensor.syscalls import HAVE_MMAP, LINUX, PAGE, madvise, mmap
+from mmtensor.syscalls import HAVE_MMAP, LINUX, PAGE, madvise
 
-__all__ = ["DONTNEED", "PAGEOUT", "Mapping", "map_pages", "share"]
+__all__ = ["DONTNEED", "PAGEOUT", "Mapping", "live_mappings", "share"]
 
 # Of madvise(2), on Linux: where bytes are lost by the first, the second keeps them.
 DONTNEED, PAGEOUT = 4, 21
@@ -25,6 +25,12 @@ _UINT8 = np.dtype(np.uint8)
 _M = TypeVar("_M", bound="Mapping")
 
 
+# The live mappings of files in `r` and `r+`, so that openings of one file share one map.
+# Weak references in a plain dict: what gives the pages back takes the entries out as well,
+# at a fifth of what a WeakValueDictionary costs.
+live_mappings: dict[tuple[Any, ...], weakref.ref[Any]] = {}
+
+
 class Mapping(Memory):
     """Bytes at an address, and what keeps them there.
 
@@ -34,15 +40,13 @@ class Mapping(Memory):
 
     Parameters
     ----------
-    address, nbytes
-        Where the bytes are, and how many.
     mode
-        The mode that it was opened in.
-    base, length
-        What to unmap when it is gone.
+        The mode that it is opened in. The bytes come next, by `place` or `map_descriptor`.
 
     Attributes
     ----------
+    address, nbytes : int
+        Where the bytes are, and how many.
     path : str or None
         The absolute path of the file; None for memory.
     offset : int
@@ -56,31 +60,72 @@ class Mapping(Memory):
     path: str | None
     offset: int
 
-    def __init__(
-        self, address: int, nbytes: int, mode: Mode, base: int = 0, length: int = 0
-    ) -> None:
-        Memory.__init__(self, address, nbytes, base, length)
+    # The map, where the module `mmap` made it.
+    owner: Any = None
+
+    def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.readonly = not mode.writeable
         self.storage: Any = None
+
+    def map_descriptor(self, fd: int, offset: int, nbytes: int) -> None:
+        """Map bytes of an open file."""
+        mode = self.mode
+        if nbytes == 0:
+            self.place(_NOWHERE.ctypes.data, 0)
+        elif HAVE_MMAP:
+            try:
+                self.map_bytes(fd, offset, nbytes, mode.protection, mode.map_flags)
+            except OSError as error:
+                self._map_otherwise(error, fd, offset, nbytes)
+        else:
+            delta = offset % _mmap_module.ALLOCATIONGRANULARITY
+            access = _mmap_module.ACCESS_WRITE if mode.shared else _mmap_module.ACCESS_COPY
+            self.owner = _mmap_module.mmap(
+                fd, nbytes + delta, access=access, offset=offset - delta
+            )
+            self.place(np.frombuffer(self.owner, np.uint8).ctypes.data + delta, nbytes)
+
+    def _map_otherwise(self, error: OSError, fd: int, offset: int, nbytes: int) -> None:
+        """Map where the system refused, or explain why it did."""
+        mode = self.mode
+        if mode.name == "r" and error.errno in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
+            # RLIMIT_DATA or strict overcommit count private writable pages even with
+            # MAP_NORESERVE. A map without write permission is never counted; a write that
+            # slips past the guards then ends the process, as with every other library.
+            try:
+                return self.map_bytes(
+                    fd, offset, nbytes, _mmap_module.PROT_READ, _mmap_module.MAP_SHARED
+                )
+            except OSError as again:
+                error = again
+        if error.errno == errno.ENOMEM:
+            what = f"{nbytes} bytes"
+            limits = "the address space (ulimit -v) or the number of maps (vm.max_map_count)"
+            if not mode.shared:
+                what += f' in mode "{mode.name}"'
+                limits += (
+                    ", or private memory (ulimit -d, vm.overcommit_memory), of which mode "
+                    '"r" and "r+" need none'
+                )
+            raise OSError(error.errno, f"cannot map {what}: the system limits {limits}") from None
+        if error.errno == errno.ENODEV:
+            raise OSError(error.errno, "the file system does not support mmap(2)") from None
+        raise error
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Return the first bytes as a C-contiguous array that may be written to, for torch.
 
         In any mode: what users get of it has flags and guards of its own.
         """
-        if not COMPILED:
-            return np.ndarray(shape, dtype, np.asarray(self))
-        self.readonly = False
-        try:
-            return np.ndarray(shape, dtype, self)  # type: ignore[arg-type]  # it is a buffer
-        finally:
-            self.readonly = not self.mode.writeable
+        buffer: Any = self if COMPILED and self.mode.writeable else self.writeable
+        return np.ndarray(shape, dtype, buffer)
 
     def bytes_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the mapped bytes as a 1-D array that keeps the mapping alive."""
         if COMPILED:
-            return np.ndarray((self.nbytes,), _UINT8, self)  # type: ignore[arg-type]  # it is a buffer
+            buffer: Any = self
+            return np.ndarray((self.nbytes,), _UINT8, buffer)
         array = np.asarray(self)
         if not self.mode.writeable:
             array.flags.writeable = False
@@ -159,65 +204,13 @@ def share(mapping: _M, key: tuple[Any, ...]) -> _M:
     entry = hold.entry
     if entry is None:
         entry = weakref.ref(mapping)
-        hold.keys = []
-        hold.entry = entry
     while True:
         other = live_mappings.setdefault(key, entry)  # in one step, whatever other threads do
         if other is entry:
-            hold.keys.append(key)
+            hold.found_under(live_mappings, key, entry)
             return mapping
         found: _M | None = other()
         if found is not None:
             return found
         if live_mappings.get(key) is other:  # of a mapping that is going
             live_mappings.pop(key, None)
-
-
-def map_pages(fd: int, offset: int, nbytes: int, mode: Mode) -> tuple[int, int, int, Any]:
-    """Map bytes of a descriptor.
-
-    Returns
-    -------
-    tuple
-        The address, base and length of what to unmap, and the ``mmap.mmap`` that made the map,
-        if one did.
-    """
-    if nbytes == 0:
-        return _NOWHERE.ctypes.data, 0, 0, None
-    if HAVE_MMAP:
-        delta = offset % PAGE
-        length = nbytes + delta
-        try:
-            base = mmap(length, mode.protection, mode.map_flags, fd, offset - delta)
-        except OSError as error:
-            base = _map_otherwise(error, fd, offset - delta, length, mode)
-        return base + delta, base, length, None
-    delta = offset % _mmap_module.ALLOCATIONGRANULARITY
-    access = _mmap_module.ACCESS_WRITE if mode.shared else _mmap_module.ACCESS_COPY
-    owner = _mmap_module.mmap(fd, nbytes + delta, access=access, offset=offset - delta)
-    return np.frombuffer(owner, np.uint8).ctypes.data + delta, 0, 0, owner
-
-
-def _map_otherwise(error: OSError, fd: int, offset: int, length: int, mode: Mode) -> int:
-    """Map where the system refused, or explain why it did."""
-    if mode.name == "r" and error.errno in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
-        # RLIMIT_DATA or strict overcommit count private writable pages even with
-        # MAP_NORESERVE. A map without write permission is never counted; a write that
-        # slips past the guards then ends the process, as with every other library.
-        try:
-            return mmap(length, _mmap_module.PROT_READ, _mmap_module.MAP_SHARED, fd, offset)
-        except OSError as again:
-            error = again
-    if error.errno == errno.ENOMEM:
-        what = f"{length} bytes"
-        limits = "the address space (ulimit -v) or the number of maps (vm.max_map_count)"
-        if not mode.shared:
-            what += f' in mode "{mode.name}"'
-            limits += (
-                ", or private memory (ulimit -d, vm.overcommit_memory), of which mode "
-                '"r" and "r+" need none'
-            )
-        raise OSError(error.errno, f"cannot map {what}: the system limits {limits}") from None
-    if error.errno == errno.ENODEV:
-        raise OSError(error.errno, "the file system does not support mmap(2)") from None
-    raise error

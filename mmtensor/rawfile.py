@@ -19,6 +19,7 @@ from mmtensor.syscalls import LINUX, link_descriptor, pwrite, pwritev, rename_no
 __all__ = [
     "CHUNK",
     "DENIED",
+    "SMALL",
     "Chunk",
     "NewFile",
     "Path",
@@ -106,12 +107,12 @@ Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 # Below this, writing zeros is faster than fallocate(2) and reserves the blocks as well
 # (ext4 and tmpfs, measured).
-_SMALL = 1 << 16
+SMALL = 1 << 16
 # Bytes that are copied, converted or filled at a time: large enough to run at memory
 # speed, small enough to stay in the cache and out of the way.
 CHUNK = 1 << 22
 _ONCE = 1 << 30
-_ZEROS = bytes(_SMALL)
+_ZEROS = bytes(SMALL)
 # Characters that take at most 255 bytes, which file systems allow in a name.
 _SURELY_SHORT = 64
 _QUICK_LOOK = os.access in os.supports_follow_symlinks
@@ -319,7 +320,7 @@ def reserve(fd: int, nbytes: int, *, preallocate: bool = True) -> None:
         return
     if not preallocate:
         os.ftruncate(fd, nbytes)
-    elif nbytes <= _SMALL:
+    elif nbytes <= SMALL:
         write_all(fd, _ZEROS[:nbytes])
     elif hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
@@ -533,7 +534,7 @@ def write_chunks(fd: int, chunks: Iterable[Chunk], nbytes: int) -> None:
     OSError
         ``ENOSPC`` if there is no room.
     """
-    if nbytes > _SMALL and hasattr(os, "posix_fallocate"):
+    if nbytes > SMALL and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
     position = 0
     for chunk in chunks:

@@ -13,6 +13,7 @@ from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
 from mmtensor.memory import find_live
+from mmtensor.pages import live_mappings
 from mmtensor.storage import (
     TORCH_DTYPES,
     WORDS,
@@ -128,7 +129,7 @@ def _open_view(
     stride: tuple[int, ...] | None,
     start: int,
 ) -> torch.Tensor:
-    mapping = find_live(reference) or find_file(reference)
+    mapping = find_live(live_mappings, reference) or find_file(reference)
     tensor = tensor_on(mapping, TORCH_DTYPES[dtype], size, stride, start)
     tensor.__class__ = _kind
     return tensor

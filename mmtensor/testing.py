@@ -11,7 +11,6 @@ the thing and how to look at its bytes without the code under test.
 import copy
 import os
 import pickle
-import resource
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmtensor import mapping, rawfile
 from mmtensor.arrays import locate
 from mmtensor.bridge import to_numpy
 from mmtensor.dtypes import DTYPES, numpy_dtype
@@ -504,22 +504,37 @@ class WriterContract:
 
     @pytest.mark.parametrize("existsok", [False, True])
     def test_failure_in_the_middle(
-        self,
-        tmp_path: Path,
-        existsok: bool,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existsok: bool
     ) -> None:
-        """A write that fails half-way leaves what was there before, and nothing else."""
+        """A step that fails leaves what was there before, and nothing else."""
+
+        def fail(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(mapping, "create_map", lambda *_: None)  # one step at a time
+        for name in ("pwrite", "posix_fallocate", "ftruncate"):
+            monkeypatch.setattr(os, name, fail)
+        monkeypatch.setattr(rawfile, "pwrite", fail)
+        self._fails(tmp_path, existsok, "Input/output error")
+
+    @pytest.mark.parametrize("existsok", [False, True])
+    def test_no_room_in_the_middle(self, tmp_path: Path, existsok: bool) -> None:
+        """A write that the system ends after a few bytes leaves nothing, whatever the road."""
+        resource = pytest.importorskip("resource")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
+        try:
+            self._fails(tmp_path, existsok, "File too large")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def _fails(self, tmp_path: Path, existsok: bool, message: str) -> None:
         if existsok:
             (tmp_path / "x").write_bytes(b"old")
         before = sorted(os.listdir(tmp_path))
         descriptors = len(os.listdir("/proc/self/fd"))
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                self.write(tmp_path / "x", existsok=existsok)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(OSError, match=message):
+            self.write(tmp_path / "x", existsok=existsok)
         assert sorted(os.listdir(tmp_path)) == before
         assert not existsok or (tmp_path / "x").read_bytes() == b"old"
         assert len(os.listdir("/proc/self/fd")) == descriptors

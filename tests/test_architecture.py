@@ -26,9 +26,9 @@ MODULES = [name for name in TREES if name != "__init__"]
 # What is compiled, and what its stub says that there is.
 COMPILED = {
     path.stem: [
-        node.name
+        node.target.id if isinstance(node, ast.AnnAssign) else node.name
         for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AnnAssign)
     ]
     for path in PACKAGE.glob("*.pyi")
 }

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -370,6 +371,10 @@ def test_ending_early_leaves_no_thread(tmp_path, end):
             _read_until_it_breaks(batches)
         del batches
         gc.collect()
+    if end in ("drop", "exception"):  # whoever dropped it did not wait for them
+        end_of_waiting = time.monotonic() + 30
+        while threads() and time.monotonic() < end_of_waiting:
+            time.sleep(0.01)
     assert not threads()
 
 

@@ -63,6 +63,7 @@ class Zeros256MB(_Zeros):
 
     title = "`zeros` on a file, 256 MB"
     count = 1 << 26
+    memory = 1 << 28
 
 
 class EmptyFile(FreshFile):

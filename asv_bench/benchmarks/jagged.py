@@ -189,6 +189,8 @@ class OpenMany(Open):
 class _Building(FreshFile):
     """Writing all images to new files."""
 
+    memory = 1 << 28
+
     def before(self, library: str) -> Any:
         """Make a path, of a directory for mmap_ninja."""
         path = super().before(library)

@@ -151,9 +151,13 @@ def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
 class _Large(FreshFile):
     """Much to write, after everything that was written before has settled.
 
+    There is memory for it as well.
+
     The journal frees the blocks of emptied files when it comes to it, and a new file that
     needs blocks waits for it then: up to 0.9 s (measured), whoever makes it.
     """
+
+    memory = 1 << 29
 
     def before(self, library: str) -> Any:
         """Wait, and name the file or directory."""

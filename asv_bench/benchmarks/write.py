@@ -90,6 +90,7 @@ class FromTensor1MB(_FromTensor):
 
     title = "`from_tensor` to a file, 1 MB"
     count = 1 << 18
+    memory = 1 << 21
 
 
 class FromTensor256MB(_FromTensor):
@@ -97,3 +98,4 @@ class FromTensor256MB(_FromTensor):
 
     title = "`from_tensor` to a file, 256 MB"
     count = 1 << 26
+    memory = 1 << 29  # NumPy has a copy of the bytes for a moment
