@@ -353,4 +353,5 @@ def test_arrays_in_compiled_functions(backend, mode, make):
     x = make(mode)
     expected = float(x.sum()) + 1
     function = torch.compile(lambda x: float(x.numpy().sum()) + 1, backend=backend)
-    assert function(x) == expected
+    # In which order the elements are added is the compiler's affair.
+    assert function(x) == pytest.approx(expected, rel=1e-6)
