@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmtensor.geometry import as_count
-from mmtensor.indexing import carried
+from mmtensor.indexing import carried, copied
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
 from mmtensor.mapping import FileMapping
@@ -242,7 +242,7 @@ class _Gatherer:
                     value, target = value[:count], target[:count]
                 if ids is None:
                     target.copy_(_narrow(words, 0, start, count))
-                else:
+                elif not copied(words, ids, target):
                     _index_select(words, 0, ids, out=target)
             elif rest is not None:
                 value = leaf._make({}, torch.Size((count, *rest)))

@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmtensor.memory import COMPILED, copy_rows
 from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
-from mmtensor.storage import NATIVE, WORDS, as_array
+from mmtensor.storage import NATIVE, WORDS, as_array, mapping_of
 
-__all__ = ["carried", "gather", "is_traced", "rows", "scatter", "select"]
+__all__ = ["carried", "copied", "gather", "is_traced", "rows", "scatter", "select"]
 
 # index_select moves bytes, whatever they mean, and exists for these dtypes; views of the
 # others (unsigned integers, float8) as one of them take its road too.
 _CARRIER = WORDS
 _INDEX_DTYPES = (torch.int64, torch.int32)
+# What is copied otherwise: so many bytes, in rows of so many.
+_LARGE_ROWS, _LONG_ROW = 1 << 16, 512
 
 _is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 is_traced: Any = torch._C._is_tracing
@@ -116,9 +119,52 @@ def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
     return result if ids.dim() == 1 else result.view(*ids.shape, *tensor.shape[1:])
 
 
+def copied(source: Tensor, ids: Tensor, target: Tensor) -> bool:
+    """Copy large rows by their numbers, faster than `index_select`; False: that must do it.
+
+    Parameters
+    ----------
+    source
+        Of any dtype.
+    ids
+        The numbers; False if one of them is negative or out of range, and nothing is copied.
+    target
+        Of the same dtype, with as many rows of the same shape.
+    """
+    nbytes = target.nbytes
+    count = len(ids)
+    if (
+        not COMPILED
+        or nbytes < _LARGE_ROWS
+        or nbytes < _LONG_ROW * count
+        or ids.dtype is not torch.int64
+        or not (source.is_contiguous() and target.is_contiguous() and ids.is_contiguous())
+        or target.is_inference()
+        or _is_listened_to()
+    ):
+        return False
+    try:
+        to, numbers = target.data_ptr(), ids.data_ptr()
+        mapping = mapping_of(source)
+        start = source.data_ptr() if mapping is None else mapping.address
+    except RuntimeError:
+        return False  # read-only: torch has something to say about that, or can read them
+    if mapping is not None:
+        start += int(source.storage_offset()) * source.itemsize
+    row, size = nbytes // count, source.nbytes
+    if to < start + size and start < to + nbytes:
+        return False  # one lies in the other
+    if not copy_rows(to, start, numbers, count, row, size // row):
+        return False
+    torch.autograd.graph.increment_version(target)
+    return True
+
+
 def select(tensor: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """Return rows by non-negative numbers, into `out` if given."""
     dtype = tensor.dtype
+    if out is not None and copied(tensor, ids, out):
+        return out
     carrier = _CARRIER[dtype.itemsize]
     if dtype is carrier:
         return torch.index_select(tensor, 0, ids) if out is None else _into(tensor, ids, out)

@@ -18,6 +18,7 @@ from mmtensor.syscalls import HAVE_MMAP, PAGE, file_handle, mmap, munmap, on_ove
 __all__ = [
     "COMPILED",
     "Memory",
+    "copy_rows",
     "create_map",
     "find_live",
     "handle_at",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 # What of `mmtensor._calls` is known here: an older one may lie about.
-_INTERFACE = 1
+_INTERFACE = 2
 
 
 class _Pages:
@@ -122,6 +123,11 @@ def _careful(*_: Any) -> None:
     """Leave the work to the code that takes one step at a time."""
 
 
+def _copies_none(*_: Any) -> bool:
+    """Leave copying to `torch.index_select`."""
+    return False
+
+
 # The last reference that led to a mapping, and what it is found under. Views of one file in
 # one message have the very same tuple: for them the path is looked at once.
 _last: tuple[Any, Any] = (None, None)
@@ -166,7 +172,15 @@ def _size_at(path: str, memory: Any) -> int:
 
 
 if TYPE_CHECKING:
-    from mmtensor._calls import Memory, create_map, find_live, handle_at, open_map, size_at
+    from mmtensor._calls import (
+        Memory,
+        copy_rows,
+        create_map,
+        find_live,
+        handle_at,
+        open_map,
+        size_at,
+    )
 
     COMPILED = True
 else:
@@ -178,6 +192,7 @@ else:
         from mmtensor._calls import (
             INTERFACE,
             Memory,
+            copy_rows,
             create_map,
             find_live,
             handle_at,
@@ -191,3 +206,4 @@ else:
     except ImportError:
         Memory, open_map, create_map, COMPILED = _Memory, _careful, _careful, False
         size_at, find_live, handle_at = _size_at, _find_live, file_handle
+        copy_rows = _copies_none

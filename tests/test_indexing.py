@@ -463,3 +463,40 @@ def test_take_into_a_file(path, numbers):
     for target in (x[:2], torch.narrow(x, 0, 0, 2)):
         with pytest.raises(ReadOnlyError, match=r"x\.take\(out=\.\.\.\) would write"):
             x.take([2, 1], out=target)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.complex128])
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_take_of_long_rows(path, dtype, mode):
+    """Rows that are copied without torch are the same ones, from whatever first row on."""
+    values = torch.randn(60, 3, 100).to(dtype)
+    MemoryMappedTensor.from_tensor(values, filename=path)
+    x = MemoryMappedTensor.from_filename(path, dtype, values.shape, mode=mode)
+    ids = torch.randint(0, 57, (400,))
+    out = torch.empty(400, 3, 100, dtype=dtype)
+    version = out._version
+    assert torch.equal(x[3:].take(ids, out=out), values[3:][ids])
+    assert out._version > version  # autograd knows of it
+    assert torch.equal(x[3:].take(ids - 57, out=out), values[3:][ids])
+    assert torch.equal(x[3:].take(ids.int(), out=out), values[3:][ids])
+    assert torch.equal(x[:, 1].take(ids, out=out[:, 1].clone()), values[:, 1][ids])
+    assert torch.equal(x[ids], values[ids])
+
+
+def test_take_of_long_rows_that_do_not_exist(path):
+    """A number that is out of range is torch's error."""
+    x = MemoryMappedTensor.from_tensor(torch.ones(60, 300), filename=path)
+    for bad in (60, -61):
+        ids, out = torch.full((400,), 59), torch.zeros(400, 300)
+        ids[-1] = bad
+        with pytest.raises(IndexError, match="out of range"):
+            x.take(ids, out=out)
+
+
+def test_take_into_its_own_rows(path):
+    """What reads and writes the same memory is left to torch, which refuses."""
+    x = MemoryMappedTensor.from_tensor(torch.arange(90_000.0).view(300, 300), filename=path)
+    ids = torch.arange(299, 99, -1)
+    expected = outcome(lambda: torch.index_select(x, 0, ids, out=torch.Tensor.detach(x)[:200]))
+    assert outcome(lambda: x.take(ids, out=x[:200])) == expected
+    assert expected[0] is RuntimeError
