@@ -68,7 +68,9 @@ def test_another_interface(run):
         import sys, types
 
         sys.modules["mmtensor._calls"] = fake = types.ModuleType("mmtensor._calls")
-        for name in ("Memory", "create_map", "find_live", "handle_at", "open_map", "size_at"):
+        for name in (
+            "Memory", "copy_rows", "create_map", "find_live", "handle_at", "open_map", "size_at"
+        ):
             setattr(fake, name, None)
         fake.INTERFACE = 0
         from mmtensor import memory

@@ -98,4 +98,4 @@ class FromTensor256MB(_FromTensor):
 
     title = "`from_tensor` to a file, 256 MB"
     count = 1 << 26
-    memory = 1 << 29  # NumPy has a copy of the bytes for a moment
+    memory = 1 << 29
