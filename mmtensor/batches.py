@@ -8,18 +8,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from mmtensor.allocation import LARGE, populate
 from mmtensor.geometry import as_count
 from mmtensor.indexing import carried, copied
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
 from mmtensor.mapping import FileMapping
-from mmtensor.prefetch import (
-    LARGE,
-    are_absent,
-    is_warm,
-    populate,
-    will_need_rows,
-)
+from mmtensor.prefetch import are_absent, is_warm, will_need_rows
 from mmtensor.storage import refuse_write
 from mmtensor.tree import Tree
 

@@ -17,7 +17,16 @@ __all__ = ["about_to_compile", "make_before"]
 _RUN_OPERATORS = ("eager", "aot_eager")
 # Modules whose functions are called by methods, and are not Dynamo's business; those that it has
 # been told about are taken out.
-_BENEATH = ["arrays", "bridge", "indexing", "mapping", "pages", "prefetch", "storage"]
+_BENEATH = [
+    "allocation",
+    "arrays",
+    "bridge",
+    "indexing",
+    "mapping",
+    "pages",
+    "prefetch",
+    "storage",
+]
 
 
 def about_to_compile(mapping: Mapping) -> None:

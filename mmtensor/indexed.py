@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from mmtensor.allocation import new_rows
 from mmtensor.errors import DtypeError, ShapeError
 from mmtensor.indexing import is_traced, rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
-from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
+from mmtensor.prefetch import FEW_ROWS, has_bytes, read_ahead
 from mmtensor.storage import refuse_write
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.tree import Tree, index_leaf

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmtensor.allocation import new_rows
 from mmtensor.memory import COMPILED, copy_rows
-from mmtensor.prefetch import FEW_ROWS, has_bytes, new_rows, read_ahead
+from mmtensor.prefetch import FEW_ROWS, has_bytes, read_ahead
 from mmtensor.storage import NATIVE, WORDS, as_array, mapping_of
 
 __all__ = ["carried", "copied", "gather", "is_traced", "rows", "scatter", "select"]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmtensor.allocation import LARGE, keep_memory
 from mmtensor.jagged_layout import Integers, check_rows, gather_bytes, positions, row_numbers
 from mmtensor.jagged_parts import Parts
 from mmtensor.prefetch import byte_ranges, read_ranges_ahead, will_need_elements
@@ -95,6 +96,8 @@ class JaggedGathering:
             words = as_array(values).view(_WORDS[itemsize])
             pieces = words.take(positions(starts, counts, offsets))
             return torch.from_numpy(pieces.view(np.uint8)).view(dtype)
+        if count * itemsize >= LARGE:
+            keep_memory(count * itemsize)
         return torch.frombuffer(gather_bytes(self._bytes(), starts, stops, itemsize), dtype=dtype)
 
     def _bytes(self) -> memoryview:

@@ -10,17 +10,14 @@ from torch import Tensor
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping
 from mmtensor.storage import mapping_of
-from mmtensor.syscalls import LINUX, PAGE, is_resident, madvise, touch
+from mmtensor.syscalls import LINUX, PAGE, is_resident, touch
 
 __all__ = [
     "FEW_ROWS",
-    "LARGE",
     "are_absent",
     "byte_ranges",
     "has_bytes",
     "is_warm",
-    "new_rows",
-    "populate",
     "read_ahead",
     "read_ranges_ahead",
     "will_need_elements",
@@ -42,12 +39,6 @@ _FEW_BYTES = 1 << 18
 _WHILE = 100_000_000  # ns
 # A byte that is in memory is read in 10 us at most, one that is not in 100 at least (measured).
 _ABSENT = 25_000  # ns
-
-# New memory of so many bytes gets its pages from the kernel at once.
-LARGE = 1 << 20
-_LONGEST_PAUSE = 15
-# madvise(2), Linux 5.14
-_POPULATE_WRITE = 23
 
 
 def has_bytes(tensor: Tensor) -> bool:
@@ -166,53 +157,6 @@ def are_absent(mapping: FileMapping, positions: list[int]) -> bool:
         return True
     mapping.warm_until = now + _WHILE
     return False
-
-
-def populate(address: int, nbytes: int) -> None:
-    """Give new memory its pages, if the kernel can: one by one each takes a page fault.
-
-    3 MB took 0.9 ms instead of 1.7 so (measured).
-    """
-    first, last = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
-    if not LINUX or first >= last:
-        return
-    try:
-        madvise(first, last - first, _POPULATE_WRITE)
-    except OSError:
-        pass  # an older kernel, or no memory: touching it will tell
-
-
-# How many calls of `new_rows` do not look, and how many did not before the last one that did.
-_rest = _pause = 0
-
-
-def new_rows(tensor: Tensor, count: int) -> Tensor | None:
-    """Return new memory for as many rows, if it is large; None: let torch make it.
-
-    The C library may take memory back from the system that it has just given to it. Then each
-    page of a batch of 3 MB is a page fault: gathering it took 1.15 ms, 0.85 ms so, and 0.42 ms
-    on memory that was there (measured). Looking takes a tenth of the latter, so where memory was
-    there the next calls do not look; threads that count at the same time miscount, no more.
-    """
-    global _rest, _pause
-    if _rest > 0:
-        _rest -= 1
-        return None
-    if not has_bytes(tensor):
-        return None
-    if tensor.dim() == 0 or count * tensor.stride(0) * tensor.itemsize < LARGE:
-        return None
-    rows = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-    if type(rows) is not Tensor:
-        return None  # it is being traced
-    if rows.nbytes >= LARGE and LINUX:
-        address = rows.data_ptr()
-        if is_resident(address + rows.nbytes // 2):
-            _rest = _pause = min(2 * _pause + 1, _LONGEST_PAUSE)
-        else:
-            _pause = 0
-            populate(address, rows.nbytes)
-    return rows
 
 
 def will_need_rows(mapping: Mapping, tensor: Tensor, ids: Any) -> None:

@@ -58,6 +58,7 @@ LEVELS = {
     "reference": 5,
     "views": 5,
     "prefetch": 5,
+    "allocation": 5,
     "indexing": 5,
     "tensor": 5,
     "bridge": 5,
