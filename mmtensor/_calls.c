@@ -42,7 +42,7 @@ PyInit__calls(void)
 #include <unistd.h>
 
 /* Of this interface; memory.py takes no other one. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 static long page;
 
@@ -703,57 +703,7 @@ handle_at(PyObject *module, PyObject *argument)
     return PyBytes_FromStringAndSize((char *)handle.head.f_handle, handle.head.handle_bytes);
 }
 
-PyDoc_STRVAR(copy_rows_doc,
-"copy_rows(target, source, ids, count, row, rows)\n"
-"--\n\n"
-"Copy rows of memory by their numbers, and tell whether all of them exist; if not, none is.\n\n"
-"target, source, ids: addresses; the numbers are int64, `count` of them.\n"
-"row, rows: bytes in a row, and how many rows the source has.");
-
-/* Bytes that are asked for, and copied, at a time. */
-#define PIECE 1024
-
-/* Copy a row, and ask for the next one meanwhile, which begins at another page and is nothing
-   that the processor foresees: 256 rows of 12 KB out of 245 MB take 218 us, and by index_select
-   291 (measured). */
-static void
-copy_row(char *target, const char *source, const char *next, Py_ssize_t nbytes)
-{
-    for (Py_ssize_t start = 0; start < nbytes; start += PIECE) {
-        Py_ssize_t piece = nbytes - start < PIECE ? nbytes - start : PIECE;
-        for (Py_ssize_t line = 0; line < piece; line += 64)
-            __builtin_prefetch(next + start + line, 0, 1);
-        memcpy(target + start, source + start, (size_t)piece);
-    }
-}
-
-static PyObject *
-copy_rows(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
-{
-    Py_ssize_t numbers, row, rows;
-    if (!expect("copy_rows", count, 6) || !as_size(arguments[3], 0, &numbers) ||
-        !as_size(arguments[4], 1, &row) || !as_size(arguments[5], 0, &rows))
-        return NULL;
-    char *target = PyLong_AsVoidPtr(arguments[0]);
-    const char *source = PyLong_AsVoidPtr(arguments[1]);
-    const long long *ids = PyLong_AsVoidPtr(arguments[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_ssize_t good = 0;
-    Py_BEGIN_ALLOW_THREADS
-    while (good < numbers && ids[good] >= 0 && ids[good] < rows)
-        good++;
-    if (good == numbers)
-        for (Py_ssize_t i = 0; i < numbers; i++) {
-            long long next = ids[i + 1 < numbers ? i + 1 : i];
-            copy_row(target + i * row, source + ids[i] * row, source + next * row, row);
-        }
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(good == numbers);
-}
-
 static PyMethodDef functions[] = {
-    {"copy_rows", METHOD(copy_rows), METH_FASTCALL, copy_rows_doc},
     {"open_map", METHOD(open_map), METH_FASTCALL, open_map_doc},
     {"create_map", METHOD(create_map), METH_FASTCALL, create_map_doc},
     {"size_at", METHOD(size_at), METH_FASTCALL, size_at_doc},

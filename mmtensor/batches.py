@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mmtensor.allocation import LARGE, populate
+from mmtensor.copying import copied
 from mmtensor.geometry import as_count
-from mmtensor.indexing import carried, copied
+from mmtensor.indexing import carried
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import advanced, mapping_under, name_path, to_plain
 from mmtensor.mapping import FileMapping

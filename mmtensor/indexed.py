@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from mmtensor.allocation import new_rows
+from mmtensor.copying import is_traced
 from mmtensor.errors import DtypeError, ShapeError
-from mmtensor.indexing import is_traced, rows
+from mmtensor.indexing import rows
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import accept, advanced, as_row, name_path, present
 from mmtensor.prefetch import FEW_ROWS, has_bytes, read_ahead

@@ -13,29 +13,20 @@ import torch
 from torch import Tensor
 
 from mmtensor.allocation import new_rows
-from mmtensor.memory import COMPILED, copy_rows
+from mmtensor.copying import copied, is_listened_to
 from mmtensor.prefetch import FEW_ROWS, has_bytes, read_ahead
-from mmtensor.storage import NATIVE, WORDS, as_array, mapping_of
+from mmtensor.storage import NATIVE, WORDS, as_array
 
-__all__ = ["carried", "copied", "gather", "is_traced", "rows", "scatter", "select"]
+__all__ = ["carried", "gather", "rows", "scatter", "select"]
 
 # index_select moves bytes, whatever they mean, and exists for these dtypes; views of the
 # others (unsigned integers, float8) as one of them take its road too.
 _CARRIER = WORDS
 _INDEX_DTYPES = (torch.int64, torch.int32)
-# What is copied otherwise: so many bytes, in rows of so many.
-_LARGE_ROWS, _LONG_ROW = 1 << 16, 512
 
 _is_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
-is_traced: Any = torch._C._is_tracing
-_count_modes: Any = torch._C._len_torch_dispatch_stack
 _getitem = Tensor.__getitem__
 _setitem = Tensor.__setitem__
-
-
-def _is_listened_to() -> bool:
-    """Whether somebody writes down which operators run, and so must hear torch's own."""
-    return is_traced() or _count_modes() > 0  # type: ignore[no-any-return]  # bools
 
 
 def rows(index: Any, length: int) -> Any:
@@ -102,7 +93,7 @@ def carried(tensor: Tensor) -> Tensor:
 
 def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
     """Return ``tensor[index]`` for row numbers `ids` that `rows` made of `index`."""
-    if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0 or _is_listened_to():
+    if tensor.is_conj() or tensor.is_neg() or tensor.dim() == 0 or is_listened_to():
         return _getitem(tensor, index)
     flat = ids if ids.dim() == 1 else ids.reshape(-1)
     out = None
@@ -118,47 +109,6 @@ def gather(tensor: Tensor, index: Any, ids: Tensor) -> Tensor:
             return _getitem(tensor, index)  # torch's own error
         result = select(tensor, torch.where(flat < 0, flat + count, flat), out)
     return result if ids.dim() == 1 else result.view(*ids.shape, *tensor.shape[1:])
-
-
-def copied(source: Tensor, ids: Tensor, target: Tensor) -> bool:
-    """Copy large rows by their numbers, faster than `index_select`; False: that must do it.
-
-    Parameters
-    ----------
-    source
-        Of any dtype.
-    ids
-        The numbers; False if one of them is negative or out of range, and nothing is copied.
-    target
-        Of the same dtype, with as many rows of the same shape.
-    """
-    nbytes = target.nbytes
-    count = len(ids)
-    if (
-        not COMPILED
-        or nbytes < _LARGE_ROWS
-        or nbytes < _LONG_ROW * count
-        or ids.dtype is not torch.int64
-        or not (source.is_contiguous() and target.is_contiguous() and ids.is_contiguous())
-        or target.is_inference()
-        or _is_listened_to()
-    ):
-        return False
-    try:
-        to, numbers = target.data_ptr(), ids.data_ptr()
-        mapping = mapping_of(source)
-        start = source.data_ptr() if mapping is None else mapping.address
-    except RuntimeError:
-        return False  # read-only: torch has something to say about that, or can read them
-    if mapping is not None:
-        start += int(source.storage_offset()) * source.itemsize
-    row, size = nbytes // count, source.nbytes
-    if to < start + size and start < to + nbytes:
-        return False  # one lies in the other
-    if not copy_rows(to, start, numbers, count, row, size // row):
-        return False
-    torch.autograd.graph.increment_version(target)
-    return True
 
 
 def select(tensor: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
@@ -194,7 +144,7 @@ def scatter(tensor: Tensor, index: Any, ids: Tensor, value: Any) -> None:
     value
         What came on the right.
     """
-    given = None if _is_listened_to() else _value_rows(tensor, ids, value)
+    given = None if is_listened_to() else _value_rows(tensor, ids, value)
     if given is not None:
         # Both as the same words, so that bytes are copied whatever they mean.
         plain = tensor.dtype in NATIVE

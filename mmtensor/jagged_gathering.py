@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtensor.allocation import LARGE, keep_memory
+from mmtensor.allocation import LARGE, keep_memory, new_memory
+from mmtensor.copying import copy_ranges, look_up
 from mmtensor.jagged_layout import Integers, check_rows, gather_bytes, positions, row_numbers
 from mmtensor.jagged_parts import Parts
 from mmtensor.prefetch import byte_ranges, read_ranges_ahead, will_need_elements
@@ -61,44 +62,26 @@ class JaggedGathering:
         if self._first:
             rows = rows + self._first
         parts = self._parts
-        starts, stops = parts.offsets.take(rows), parts.offsets.take(rows + 1)
-        shapes = parts.shapes.take(rows, 0)
-        counts = stops - starts
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        counts.cumsum(out=offsets[1:])
+        count = len(rows)
+        starts, offsets = np.empty(count, np.int64), np.empty(count + 1, np.int64)
+        shapes = np.empty((count, parts.shapes.shape[1]), np.int64)
         total = len(parts.values)
-        # Products of float64 do not wrap around; whatever looks odd is looked at closely. Each
-        # call of NumPy costs a microsecond, and a batch of 64 images 30.
-        product: Any = 1.0
-        for column in shapes.T:
-            product = product * column
-        if len(rows) and (
-            b"\0" in (product == counts).tobytes()
-            or np.minimum.reduce(starts) < 0
-            or np.maximum.reduce(stops) > total
-            or np.bitwise_or.reduce(shapes, axis=None) < 0
-        ):
-            check_rows(starts, stops, shapes, total)
-        read_ranges_ahead(parts.values, starts, stops)
-        return self._of(Parts(self._copy(starts, counts, offsets, stops), offsets, shapes))
+        if not look_up(total, rows, parts.offsets, parts.shapes, starts, offsets, shapes):
+            starts, offsets, shapes = _looked_up(parts, rows, total)
+        read_ranges_ahead(parts.values, starts, offsets)
+        return self._of(Parts(self._copy(starts, offsets), offsets, shapes))
 
-    def _copy(
-        self, starts: Integers, counts: Integers, offsets: Integers, stops: Integers
-    ) -> Tensor:
+    def _copy(self, starts: Integers, offsets: Integers) -> Tensor:
         count = int(offsets[-1])
         values = self._parts.values
-        dtype = values.dtype
-        if count == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        itemsize = dtype.itemsize
-        if count * itemsize < _TINY * len(starts):
-            # One number after the other, as words of their size.
-            words = as_array(values).view(_WORDS[itemsize])
-            pieces = words.take(positions(starts, counts, offsets))
-            return torch.from_numpy(pieces.view(np.uint8)).view(dtype)
-        if count * itemsize >= LARGE:
-            keep_memory(count * itemsize)
-        return torch.frombuffer(gather_bytes(self._bytes(), starts, stops, itemsize), dtype=dtype)
+        dtype, itemsize = values.dtype, values.itemsize
+        if count:
+            memory = new_memory((count,), dtype)
+            if type(memory) is Tensor and copy_ranges(  # else it is being traced
+                memory.data_ptr(), count * itemsize, itemsize, self._bytes(), starts, offsets
+            ):
+                return memory
+        return _copied(self._bytes(), starts, offsets, dtype)
 
     def _bytes(self) -> memoryview:
         """Return the memory of all values."""
@@ -145,6 +128,38 @@ class JaggedGathering:
         bounds = [part.take(ids) for part in self._bounds()]
         begins: list[int] = byte_ranges(self._parts.values, *bounds)[0].tolist()
         return begins
+
+
+def _looked_up(parts: Parts, rows: Integers, total: int) -> tuple[Integers, Integers, Integers]:
+    """Return where some elements begin, where they will when gathered, and their shapes.
+
+    Raises
+    ------
+    SizeError
+        If one of them is damaged.
+    """
+    starts, stops = parts.offsets.take(rows), parts.offsets.take(rows + 1)
+    shapes = parts.shapes.take(rows, 0)
+    check_rows(starts, stops, shapes, total)
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(stops - starts, out=offsets[1:])
+    return starts, offsets, shapes
+
+
+def _copied(memory: memoryview, starts: Integers, offsets: Integers, dtype: torch.dtype) -> Tensor:
+    """Return the values of some elements, one after the other, where nothing is compiled."""
+    count, itemsize = int(offsets[-1]), dtype.itemsize
+    if count == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    counts = np.diff(offsets)
+    if count * itemsize < _TINY * len(starts):
+        # One number after the other, as words of their size.
+        words = np.frombuffer(memory, _WORDS[itemsize])
+        pieces = words.take(positions(starts, counts, offsets))
+        return torch.from_numpy(pieces.view(np.uint8)).view(dtype)
+    if count * itemsize >= LARGE:
+        keep_memory(count * itemsize)
+    return torch.frombuffer(gather_bytes(memory, starts, starts + counts, itemsize), dtype=dtype)
 
 
 class Gathered(list[Any]):

@@ -245,7 +245,7 @@ def row_numbers(index: Any, length: int) -> Integers:
         raise IndexError(
             f"element {low if low < -length else high} is out of range for {length} elements."
         )
-    ids = array.astype(np.int64, copy=False)
+    ids = np.ascontiguousarray(array, np.int64)
     return np.where(ids < 0, ids + length, ids) if low < 0 else ids
 
 

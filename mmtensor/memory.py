@@ -18,16 +18,16 @@ from mmtensor.syscalls import HAVE_MMAP, PAGE, file_handle, mmap, munmap, on_ove
 __all__ = [
     "COMPILED",
     "Memory",
-    "copy_rows",
     "create_map",
     "find_live",
     "handle_at",
+    "may_be_compiled",
     "open_map",
     "size_at",
 ]
 
 # What of `mmtensor._calls` is known here: an older one may lie about.
-_INTERFACE = 2
+_INTERFACE = 3
 
 
 class _Pages:
@@ -123,11 +123,6 @@ def _careful(*_: Any) -> None:
     """Leave the work to the code that takes one step at a time."""
 
 
-def _copies_none(*_: Any) -> bool:
-    """Leave copying to `torch.index_select`."""
-    return False
-
-
 # The last reference that led to a mapping, and what it is found under. Views of one file in
 # one message have the very same tuple: for them the path is looked at once.
 _last: tuple[Any, Any] = (None, None)
@@ -171,10 +166,18 @@ def _size_at(path: str, memory: Any) -> int:
     return status.st_size if os.path.samestat(status, memory) else -1
 
 
+def may_be_compiled() -> bool:
+    """Whether what is compiled may be used, if it is there.
+
+    Without the interpreter's lock nothing would keep its threads apart.
+    """
+    locked = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return locked and os.environ.get("MMTENSOR_COMPILED") != "0"
+
+
 if TYPE_CHECKING:
     from mmtensor._calls import (
         Memory,
-        copy_rows,
         create_map,
         find_live,
         handle_at,
@@ -185,14 +188,11 @@ if TYPE_CHECKING:
     COMPILED = True
 else:
     try:
-        # Without the interpreter's lock nothing would keep its threads apart.
-        locked = getattr(sys, "_is_gil_enabled", lambda: True)()
-        if os.environ.get("MMTENSOR_COMPILED") == "0" or not locked:
+        if not may_be_compiled():
             raise ImportError  # noqa: TRY301  # as if it were not there
         from mmtensor._calls import (
             INTERFACE,
             Memory,
-            copy_rows,
             create_map,
             find_live,
             handle_at,
@@ -206,4 +206,3 @@ else:
     except ImportError:
         Memory, open_map, create_map, COMPILED = _Memory, _careful, _careful, False
         size_at, find_live, handle_at = _size_at, _find_live, file_handle
-        copy_rows = _copies_none

@@ -77,20 +77,22 @@ def read_ahead(tensor: Tensor, ids: Tensor) -> None:
             pass  # the error of the gathering itself says the same as torch's
 
 
-def read_ranges_ahead(values: Tensor, starts: Any, stops: Any) -> None:
+def read_ranges_ahead(values: Tensor, starts: Any, offsets: Any) -> None:
     """Ask the kernel for all of many ranges if some of them are not in memory.
 
     Parameters
     ----------
     values
         A 1-D tensor, of any memory.
-    starts, stops
-        int64 arrays: from which of its elements to before which.
+    starts
+        int64: from which of its elements.
+    offsets
+        int64: where the ranges begin, and the last ends, when one follows the other.
     """
     mapping = _to_look_at(values, len(starts))
-    if mapping is None or (stops - starts).sum() * values.itemsize < _FEW_BYTES:
+    if mapping is None or offsets[-1] * values.itemsize < _FEW_BYTES:
         return
-    begins, ends = byte_ranges(values, starts, stops)
+    begins, ends = byte_ranges(values, starts, starts + np.diff(offsets))
     if are_absent(mapping, begins[:: -(-len(begins) // _SAMPLES)].tolist()):
         will_need_ranges(mapping, begins, ends)
 

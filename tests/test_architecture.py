@@ -38,6 +38,7 @@ COMPILED = {
 LEVELS = {
     "errors": 0,
     "_calls": 0,
+    "_copying": 0,
     "modes": 1,
     "dtypes": 1,
     "geometry": 1,
@@ -59,6 +60,7 @@ LEVELS = {
     "views": 5,
     "prefetch": 5,
     "allocation": 5,
+    "copying": 5,
     "indexing": 5,
     "tensor": 5,
     "bridge": 5,

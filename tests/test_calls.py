@@ -380,41 +380,6 @@ class TestMemory:
         assert _calls.find_live([], reference) is None
 
 
-@pytest.mark.parametrize("row", [1, 63, 512, 1024, 1025, 5000])
-@pytest.mark.parametrize("count", [0, 1, 2, 300])
-def test_copy_rows(row, count):
-    """Rows are copied by their numbers, and nothing beside them."""
-    random = np.random.default_rng(row)
-    source = random.integers(0, 255, (50, row), np.uint8)
-    ids = random.integers(0, 50, count)
-    target = np.full((count + 1, row), 7, np.uint8)
-    arguments = target.ctypes.data, source.ctypes.data, ids.ctypes.data, count, row
-    assert _calls.copy_rows(*arguments, 50) is True
-    np.testing.assert_array_equal(target[:-1], source[ids])
-    assert (target[-1] == 7).all()
-
-
-@pytest.mark.parametrize("bad", [-1, 50, 1 << 62, -(1 << 63)])
-@pytest.mark.parametrize("place", [0, 5, 9])
-def test_copy_rows_that_are_not_there(bad, place):
-    """If one of them does not exist, none is copied."""
-    source, target = np.ones((50, 600), np.uint8), np.zeros((10, 600), np.uint8)
-    ids = np.arange(10)
-    ids[place] = bad
-    arguments = target.ctypes.data, source.ctypes.data, ids.ctypes.data, 10, 600
-    assert _calls.copy_rows(*arguments, 50) is False
-    assert not target.any()
-
-
-def test_copy_rows_wrong_arguments():
-    """They are refused before anything is touched."""
-    with pytest.raises(TypeError, match="takes 6 arguments, got 1"):
-        _calls.copy_rows(1)
-    for arguments in ((0, 0, 0, -1, 1, 1), (0, 0, 0, 1, 0, 1), (0, 0, 0, 1, 1, -1)):
-        with pytest.raises(OverflowError, match="is out of range"):
-            _calls.copy_rows(*arguments)
-
-
 def test_audit_events(path, data, run):
     """Opening and creating raise the event that `os.open` raises, and a hook may refuse."""
     code = f"""

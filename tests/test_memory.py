@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, descriptors, mapped
 
-from mmtensor import memory
+from mmtensor import copying, memory
 from mmtensor.modes import MODES
 
 COMPILER = shutil.which("cc")
@@ -31,6 +31,7 @@ class Plain(memory._Memory):
 def test_it_is_compiled():
     """Where there is a compiler, the installation used it; a mistake in C would go unseen."""
     assert memory.COMPILED
+    assert copying.COMPILED
 
 
 @needs_compiler
@@ -44,7 +45,10 @@ def test_no_warnings(tmp_path):
         "-o",
         tmp_path / "x.so",
     ]
-    subprocess.run([COMPILER, *flags, ROOT / "mmtensor" / "_calls.c"], check=True)
+    sources = sorted((ROOT / "mmtensor").glob("*.c"))
+    assert len(sources) == 2
+    for source in sources:
+        subprocess.run([COMPILER, *flags, source], check=True)
 
 
 def test_without_it(tmp_path, monkeypatch, run):
@@ -54,7 +58,7 @@ def test_without_it(tmp_path, monkeypatch, run):
     code = """
         import numpy as np
         import mmtensor
-        from mmtensor import memory
+        from mmtensor import copying, memory
 
         print(memory.COMPILED, mmtensor.save_array("x", np.arange(3)).name)
         print(mmtensor.open_array("x", int).tolist())
@@ -69,11 +73,11 @@ def test_another_interface(run):
 
         sys.modules["mmtensor._calls"] = fake = types.ModuleType("mmtensor._calls")
         for name in (
-            "Memory", "copy_rows", "create_map", "find_live", "handle_at", "open_map", "size_at"
+            "Memory", "create_map", "find_live", "handle_at", "open_map", "size_at"
         ):
             setattr(fake, name, None)
         fake.INTERFACE = 0
-        from mmtensor import memory
+        from mmtensor import copying, memory
 
         print(memory.COMPILED, memory.Memory.__name__)
     """
@@ -111,6 +115,7 @@ def test_plain_memory(path):
 def test_the_same_without_it():
     """What opens, makes and sends files passes its tests without it as well."""
     names = ("mapping", "arrays", "rawfile", "creation", "reference", "storage", "wrong_input")
+    names += ("indexing", "jagged")
     files = [str(ROOT / "tests" / f"test_{name}.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
     run = subprocess.run(
