@@ -12,16 +12,10 @@ from mmtensor.blocks import open_block
 from mmtensor.dtypes import canonical_name, numpy_dtype
 from mmtensor.errors import DeviceError
 from mmtensor.geometry import as_offset, as_shape, c_strides, fit
-from mmtensor.mapping import (
-    FileMapping,
-    Mapping,
-    MemoryMapping,
-    SharedMapping,
-    map_descriptor,
-    map_file,
-)
+from mmtensor.mapping import FileMapping, Mapping, MemoryMapping, map_descriptor, map_file
 from mmtensor.modes import MODES, ModeName
 from mmtensor.rawfile import Path, absolute, open_existing
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import as_kind, native_dtype, tensor_on
 from mmtensor.syscalls import maps_line
 from mmtensor.tables import is_table, jagged

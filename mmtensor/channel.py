@@ -14,7 +14,7 @@ from collections import ChainMap
 from multiprocessing.reduction import ForkingPickler, recvfds, sendfds
 from typing import Any
 
-from mmtensor.mapping import SharedMapping
+from mmtensor.shared_memory import SharedMapping
 
 __all__ = ["Message", "receive", "send"]
 

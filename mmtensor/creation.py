@@ -12,7 +12,7 @@ from mmtensor.arrays import byte_chunks
 from mmtensor.dtypes import canonical_name
 from mmtensor.errors import GradientError
 from mmtensor.geometry import as_shape, byte_count
-from mmtensor.mapping import FileMapping, Mapping, SharedMapping, create_quickly, map_new
+from mmtensor.mapping import FileMapping, Mapping, create_quickly, map_new
 from mmtensor.rawfile import (
     CHUNK,
     Chunk,
@@ -23,6 +23,7 @@ from mmtensor.rawfile import (
     reserve,
     write_chunks,
 )
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import (
     NATIVE,
     as_kind,

@@ -35,9 +35,9 @@ from mmtensor.jagged_parts import (
 from mmtensor.jagged_reference import refer, reopen
 from mmtensor.jagged_searching import JaggedSearch
 from mmtensor.jagged_source import dtype_of
-from mmtensor.mapping import SharedMapping
 from mmtensor.modes import ModeName
 from mmtensor.reference import UNREADABLE, for_checkpoint, keep_until_started
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import as_array, mapping_of, refuse_write
 from mmtensor.tables import register_jagged
 from mmtensor.tensor import MemoryMappedTensor

@@ -14,8 +14,9 @@ from mmtensor.errors import ShapeError, SizeError
 from mmtensor.jagged_files import Files, int64_on, open_files
 from mmtensor.jagged_layout import Integers, as_shapes, check_rows, counts_of, offsets_of
 from mmtensor.jagged_saving import write_files
-from mmtensor.mapping import SharedMapping, map_file
+from mmtensor.mapping import map_file
 from mmtensor.rawfile import Chunk, Path, absolute
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import native_dtype, tensor_on
 from mmtensor.tensor import MemoryMappedTensor
 

@@ -32,9 +32,10 @@ from mmtensor.jobs import (
     unpacked,
 )
 from mmtensor.leaves import mapping_under, name_path
-from mmtensor.mapping import FileMapping, SharedMapping
+from mmtensor.mapping import FileMapping
 from mmtensor.pool import Pool
 from mmtensor.shared import share
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import refuse_write
 from mmtensor.tree import SHARED, Tree
 

@@ -11,9 +11,10 @@ from torch.multiprocessing import reductions as _reductions
 
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
-from mmtensor.mapping import FileMapping, Mapping, Reference, SharedMapping, find_file
+from mmtensor.mapping import FileMapping, Mapping, Reference, find_file
 from mmtensor.memory import find_live
 from mmtensor.pages import live_mappings
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import (
     TORCH_DTYPES,
     WORDS,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from mmtensor.jagged import JaggedTensor
 from mmtensor.leaves import mapping_under
-from mmtensor.mapping import FileMapping, SharedMapping
+from mmtensor.mapping import FileMapping
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.tree import Tree
 
 __all__ = ["as_html", "as_text"]

@@ -14,8 +14,8 @@ from mmtensor.jagged import JaggedTensor
 from mmtensor.jagged_layout import counts_of, offsets_of
 from mmtensor.jagged_parts import Parts
 from mmtensor.leaves import is_on_file, mapping_under, name_path
-from mmtensor.mapping import SharedMapping
 from mmtensor.rawfile import Chunk
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import tensor_on, unexpanded
 from mmtensor.tensor import MemoryMappedTensor
 from mmtensor.texts import LockedTexts

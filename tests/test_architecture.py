@@ -48,6 +48,7 @@ LEVELS = {
     "blocks": 2,
     "memory": 3,
     "pages": 3,
+    "shared_memory": 3,
     "mapping": 3,
     "arrays": 4,
     "compiling": 5,

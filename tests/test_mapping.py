@@ -13,7 +13,8 @@ from conftest import descriptors, mapped, settled_descriptors
 
 import mmtensor.mapping
 from mmtensor import MemoryMappedTensor
-from mmtensor.mapping import MemoryMapping, SharedMapping
+from mmtensor.mapping import MemoryMapping
+from mmtensor.shared_memory import SharedMapping
 from mmtensor.testing import TensorContract
 
 
