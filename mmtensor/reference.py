@@ -12,8 +12,6 @@ from torch.multiprocessing import reductions as _reductions
 from mmtensor.errors import SizeError
 from mmtensor.geometry import span
 from mmtensor.mapping import FileMapping, Mapping, Reference, find_file
-from mmtensor.memory import find_live
-from mmtensor.pages import live_mappings
 from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import (
     TORCH_DTYPES,
@@ -130,7 +128,7 @@ def _open_view(
     stride: tuple[int, ...] | None,
     start: int,
 ) -> torch.Tensor:
-    mapping = find_live(live_mappings, reference) or find_file(reference)
+    mapping = find_file(reference)
     tensor = tensor_on(mapping, TORCH_DTYPES[dtype], size, stride, start)
     tensor.__class__ = _kind
     return tensor
