@@ -4,7 +4,7 @@ import bisect
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
 
-from mmtensor.chunks import Cut, Misfit, are_alike, cut, describe
+from mmtensor.chunks import Cut, cut
 from mmtensor.crew import Crew, Inline
 from mmtensor.errors import MapError, ShapeError
 from mmtensor.geometry import as_count
 from mmtensor.jagged import JaggedTensor
 from mmtensor.jobs import (
     FAILED,
-    JOINED,
     MISFIT,
     NOTHING,
     Job,
@@ -34,6 +33,7 @@ from mmtensor.jobs import (
 from mmtensor.leaves import mapping_under, name_path
 from mmtensor.mapping import FileMapping
 from mmtensor.pool import Pool
+from mmtensor.results import apart, joined, misfit, naming, store
 from mmtensor.shared import share
 from mmtensor.shared_memory import SharedMapping
 from mmtensor.storage import refuse_write
@@ -220,7 +220,7 @@ def _lost(error: WorkerLost, place: Cut) -> MapError:
 def _check_outcome(outcome: Outcome, place: Cut) -> None:
     error = outcome.value
     if outcome.kind == MISFIT:
-        raise _misfit(place, outcome.chunk, error) from error
+        raise misfit(place, outcome.chunk, error) from error
     if outcome.kind == FAILED:
         raise MapError(
             f"fn failed for {place.describe(outcome.chunk)}: {in_words(error)}",
@@ -383,11 +383,11 @@ def map_chunks(
             if job.out is not None:
                 continue  # workers have written everything
             if out is not None:
-                _store(place, out, first, _apart(place, outcome, last - first))
+                store(place, out, first, apart(place, outcome, last - first))
             elif outcome.kind == NOTHING:
                 nothing.append(first)
             else:
-                found = _joined(place, outcome, first)
+                found = joined(place, outcome, first)
                 starts += range(first, first + len(found))
                 parts += found
             if nothing and parts:
@@ -398,95 +398,8 @@ def map_chunks(
         # Workers are ending meanwhile.
         if not parts:
             return out
-        with _naming(place, starts, parts, place.concatenate, place.sample):
+        with naming(place, starts, parts, place.concatenate, place.sample):
             return place.concatenate(parts)
-
-
-def _joined(place: Cut, outcome: Outcome, first: int) -> list[Any]:
-    """Return what is to be concatenated with the rest, in as few pieces as change nothing."""
-    results = outcome.value
-    if outcome.kind == JOINED:
-        return [results]
-    with _naming(place, range(first, first + len(results)), results, place.join):
-        if are_alike(results):
-            return [place.join(results)]  # which the worker could not
-        return [place.join([one]) for one in results]
-
-
-@contextmanager
-def _naming(
-    place: Cut,
-    chunks: Sequence[int],
-    pieces: list[Any],
-    join: Callable[[list[Any]], Any],
-    sample: Callable[[Any], Any] = lambda piece: piece,
-) -> Iterator[None]:
-    """Say of pieces that cannot be joined which chunks they are for.
-
-    Parameters
-    ----------
-    place
-        Where chunks are.
-    chunks, pieces
-        What is joined, and for which chunks it is.
-    join
-        What may raise.
-    sample
-        Makes a result to show of a piece.
-
-    Raises
-    ------
-    MapError
-        It names the first piece that does not go with those before; a `TypeError` where it is
-        no tensor.
-    """
-    try:
-        yield
-    except (RuntimeError, TypeError, KeyError, IndexError) as error:
-        joinable = [_goes(join, [piece]) for piece in pieces]
-        if True not in joinable:
-            raise  # it is not about one of them
-        model = joinable.index(True)
-        for number, piece in enumerate(pieces):
-            if _goes(join, [pieces[model], piece]):
-                continue
-            message = (
-                f"the results of fn must fit together, but for {place.describe(chunks[number])} "
-                f"it returned {describe(sample(piece))}, and for {place.describe(chunks[model])} "
-                f"{describe(sample(pieces[model]))}."
-            )
-            if not joinable[number]:
-                raise TypeError(message) from error
-            raise MapError(message, chunks[number]) from error
-        raise
-
-
-def _goes(join: Callable[[list[Any]], Any], pieces: list[Any]) -> bool:
-    try:
-        join(pieces)
-    except (RuntimeError, TypeError, KeyError, IndexError):
-        return False
-    return True
-
-
-def _apart(place: Cut, outcome: Outcome, count: int) -> list[Any]:
-    """Return the results for a number of chunks one by one."""
-    if outcome.kind == NOTHING:
-        return [None] * count
-    return list(place.apart(outcome.value)) if outcome.kind == JOINED else outcome.value
-
-
-def _store(place: Cut, out: Any, first: int, results: list[Any]) -> None:
-    try:
-        place.store(out, first, results)
-    except Misfit as error:
-        cause = error.__cause__
-        raise _misfit(place, error.chunk, cause) from cause
-
-
-def _misfit(place: Cut, chunk: int, cause: Any) -> MapError:
-    what = place.describe(chunk)
-    return MapError(f"the result for {what} cannot be written to out: {cause}", chunk)
 
 
 @contextmanager
@@ -514,4 +427,4 @@ def map_iter_chunks(
     joins = chunksize == 0
     with _working(*how, joins=joins, pbar=pbar, ordered=True) as (job, outcomes):
         for first, last, outcome in outcomes:
-            yield from _apart(job.cut, outcome, last - first)
+            yield from apart(job.cut, outcome, last - first)

@@ -100,6 +100,7 @@ LEVELS = {
     "crew": 8,
     "channel": 8,
     "pool": 8,
+    "results": 8,
     "parallel": 8,
     "batches": 8,
     "testing": 9,
