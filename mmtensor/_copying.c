@@ -1,8 +1,9 @@
 /* Copying pieces of memory that lie far apart, each while the next is on its way.
 
-   What is read and written is checked first, and each number is read once: another thread may
-   change it. Where something is unusual, nothing is copied and False is returned: Python or torch
-   does it then, and says what is wrong. */
+   No byte is read or written that was not checked, whatever another thread does to the numbers
+   meanwhile: each is read into a variable, and that is checked. Where something is unusual, False
+   is returned, and the target may be half written: Python or torch does it all again then, and
+   says what is wrong. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -59,7 +60,7 @@ as_size(PyObject *object, Py_ssize_t least, Py_ssize_t *size)
 PyDoc_STRVAR(copy_rows_doc,
 "copy_rows(target, source, ids, count, row, rows)\n"
 "--\n\n"
-"Copy rows of memory by their numbers, and tell whether all of them exist; if not, none is.\n\n"
+"Copy rows of memory by their numbers, and tell whether all of them exist.\n\n"
 "target, source, ids: addresses; the numbers are int64, `count` of them.\n"
 "row, rows: bytes in a row, and how many rows the source has.");
 
@@ -105,8 +106,8 @@ release(Arrays *arrays)
         PyBuffer_Release(&arrays->buffers[--arrays->count]);
 }
 
-/* Get the memory of objects: first one of any bytes, if so said, then arrays of int64 to read, then
-   those to write. 0 where one is no such array in C order, each number at a place for numbers. */
+/* Get the memory of objects: first one of any bytes, if so said, then arrays of numbers of 8 bytes to
+   read, then those to write. 0 where one is no such array in C order, each number at its place. */
 static int
 get_arrays(Arrays *arrays, PyObject *const *objects, int bytes, int read, int write)
 {
@@ -204,7 +205,7 @@ PyDoc_STRVAR(copy_ranges_doc,
 "itemsize: bytes of a number.\n"
 "source: the memory of all values.\n"
 "starts, offsets: int64: at which number each of n pieces begins in the source, and n + 1, at\n"
-"which it begins in the target.");
+"which it begins in the target: the first is 0.");
 
 static PyObject *
 copy_ranges(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
@@ -223,12 +224,13 @@ copy_ranges(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
     const char *source = arrays.buffers[0].buf;
     const volatile int64_t *starts = arrays.buffers[1].buf, *offsets = arrays.buffers[2].buf;
     int64_t total = arrays.buffers[0].len / itemsize, wanted = room / itemsize, done = 0;
-    int good = n > 0 && length_of(&arrays.buffers[2]) == n + 1;
+    int good = n > 0 && length_of(&arrays.buffers[2]) == n + 1 && room % itemsize == 0 &&
+               offsets[0] == 0;
     Py_BEGIN_ALLOW_THREADS
     int64_t start = good ? starts[0] : 0, stop = good ? offsets[1] : 0;
     for (Py_ssize_t i = 0; good && i < n; i++) {
         int64_t next = start, after = stop;
-        if (stop < done || stop > wanted || start < 0 || start > total || stop - done > total - start) {
+        if (stop < done || stop > wanted || start < 0 || stop - done > total - start) {
             good = 0;
             break;
         }

@@ -36,7 +36,7 @@ def populate(address: int, nbytes: int) -> None:
         pass  # an older kernel, or no memory: touching it will tell
 
 
-# The largest size that memory was kept for.
+# The largest block that came and went.
 _kept = 0
 
 
@@ -48,7 +48,8 @@ def keep_memory(nbytes: int) -> None:
     and M_MMAP_THRESHOLD). With batches of 3 MB that happened to most of them or to none,
     depending on what else lay on the heap: an epoch of 78 took 107 to 160 ms and 38,400 page
     faults, or 33 ms and none (measured). One larger block that comes and goes, of which no page
-    is touched, ends that. Where a program has set the limits itself, it changes nothing.
+    is touched, ends that. Where a program has set the limits itself, it changes nothing, nor for
+    batches of 32 MiB and more, which are maps of their own each time.
 
     Parameters
     ----------
@@ -56,11 +57,12 @@ def keep_memory(nbytes: int) -> None:
         Size of a batch.
     """
     global _kept
-    if not _kept < nbytes < _LARGEST_BLOCK:
+    block = min(_TIMES * nbytes, _LARGEST_BLOCK)
+    if block <= _kept or nbytes >= _LARGEST_BLOCK:
         return
-    _kept = nbytes
+    _kept = block
     try:
-        _storage(min(_TIMES * nbytes, _LARGEST_BLOCK), device="cpu")
+        _storage(block, device="cpu")
     except RuntimeError:
         pass  # so little address space is left that it is none of our business
 

@@ -21,6 +21,7 @@ _BENEATH = [
     "allocation",
     "arrays",
     "bridge",
+    "copying",
     "indexing",
     "mapping",
     "pages",

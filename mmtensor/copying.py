@@ -8,7 +8,15 @@ from torch import Tensor
 from mmtensor.memory import may_be_compiled
 from mmtensor.storage import mapping_of
 
-__all__ = ["copied", "copy_ranges", "copy_rows", "is_listened_to", "is_traced", "look_up"]
+__all__ = [
+    "COMPILED",
+    "copied",
+    "copy_ranges",
+    "copy_rows",
+    "is_listened_to",
+    "is_traced",
+    "look_up",
+]
 
 # What of `mmtensor._copying` is known here: an older one may lie about.
 _INTERFACE = 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmtensor.allocation import LARGE, keep_memory, new_memory
-from mmtensor.copying import copy_ranges, look_up
+from mmtensor.copying import COMPILED, copy_ranges, is_listened_to, look_up
 from mmtensor.jagged_layout import Integers, check_rows, gather_bytes, positions, row_numbers
 from mmtensor.jagged_parts import Parts
 from mmtensor.prefetch import byte_ranges, read_ranges_ahead, will_need_elements
@@ -75,12 +75,14 @@ class JaggedGathering:
         count = int(offsets[-1])
         values = self._parts.values
         dtype, itemsize = values.dtype, values.itemsize
-        if count:
+        # Who writes down operators would hear of memory, and not of what is copied into it.
+        if COMPILED and count and not is_listened_to():
             memory = new_memory((count,), dtype)
-            if type(memory) is Tensor and copy_ranges(  # else it is being traced
+            if copy_ranges(
                 memory.data_ptr(), count * itemsize, itemsize, self._bytes(), starts, offsets
             ):
                 return memory
+            del memory
         return _copied(self._bytes(), starts, offsets, dtype)
 
     def _bytes(self) -> memoryview:
@@ -147,7 +149,7 @@ def _looked_up(parts: Parts, rows: Integers, total: int) -> tuple[Integers, Inte
 
 
 def _copied(memory: memoryview, starts: Integers, offsets: Integers, dtype: torch.dtype) -> Tensor:
-    """Return the values of some elements, one after the other, where nothing is compiled."""
+    """Return the values of some elements, one after the other, by NumPy and joined slices."""
     count, itemsize = int(offsets[-1]), dtype.itemsize
     if count == 0:
         return torch.empty(0, dtype=dtype, device="cpu")

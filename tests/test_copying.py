@@ -1,10 +1,13 @@
-"""Rows and elements that lie far apart: all that exist are copied, or none."""
+"""Rows and elements that lie far apart, and what is left to others."""
+
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mmtensor import JaggedTensor, copying
 from mmtensor.copying import copied
@@ -102,7 +105,10 @@ DAMAGE = {
     "far beyond": ("offsets", 4, 2**63 - 1),
     "far before": ("offsets", 3, -(2**63)),
     "backwards": ("offsets", 4, 1),
+    "before the values, of the right size": ("offsets", slice(3, 5), (-4, 4)),
+    "beyond the values, of the right size": ("offsets", slice(7, 9), (60, 68)),
     "negative size": ("shapes", (3, 0), -4),
+    "two negative sizes": ("shapes", 3, (-4, -2)),
     "another size": ("shapes", (3, 0), 3),
     "overflowing size": ("shapes", (3, 0), 2**63 - 1),
     "overflow to what is right": ("shapes", 3, (2**62 + 2, 4)),
@@ -121,6 +127,35 @@ def test_damaged_elements(damage):
     part, place, value = DAMAGE[damage]
     {"offsets": offsets, "shapes": shapes, "ids": ids}[part][place] = value
     assert not look_up(ids, offsets, shapes, len(values))[0]
+
+
+def test_too_many_numbers():
+    """As many as no memory has: their sum does not overflow."""
+    offsets, shapes = np.array([0, 2**62 + 1]), np.array([[2**62 + 1]])
+    assert look_up(np.zeros(1, INT64), offsets, shapes, 2**63 - 1)[0]
+    assert not look_up(np.zeros(2, INT64), offsets, shapes, 2**63 - 1)[0]
+
+
+def test_memory_is_let_go():
+    """Nothing holds the memory of arrays afterwards, taken or refused."""
+    values, offsets, shapes = elements([(2, 3)] * 5)
+    room = [bytearray(8 * n) for n in (2, 3, 4)]
+    arrays = [bytearray(np.arange(2)), bytearray(offsets), bytearray(shapes)]
+    words = [memoryview(array).cast("q") for array in (*arrays, *room)]
+    assert _copying.look_up(len(values), *words)
+    for bad in range(6):
+        refused = [*words]
+        refused[bad] = arrays[0]  # of bytes
+        assert not _copying.look_up(len(values), *refused)
+    source, target = bytearray(values), np.empty(12, np.uint8)
+    call = target.ctypes.data, 12, 1
+    assert _copying.copy_ranges(*call, source, words[3], words[4])
+    assert not _copying.copy_ranges(*call, source, arrays[0], words[4])
+    assert not _copying.copy_ranges(*call, source, words[3], arrays[0])
+    for word in words:
+        word.release()
+    for array in (source, *arrays, *room):
+        array.append(0)  # BufferError while somebody holds it
 
 
 @pytest.mark.parametrize("ids", [[], [0, 1, 0]])
@@ -143,7 +178,12 @@ def odd(array):
 
 @pytest.mark.parametrize(
     "change",
-    [odd, lambda a: np.repeat(a, 2, 0)[::2], lambda a: a.astype(np.int32), np.ndarray.tolist],
+    [
+        odd,
+        lambda a: np.repeat(a, 2, 0)[::2],
+        lambda a: np.repeat(a, 2, -1).astype(np.int32),
+        np.ndarray.tolist,
+    ],
 )
 @pytest.mark.parametrize("which", range(6))
 def test_arrays_that_are_left_alone(change, which):
@@ -167,8 +207,14 @@ def test_room_for_something_else(sizes):
     n, m, k = sizes
     found = np.empty(n, INT64), np.empty(m, INT64), np.empty((k, 2), INT64)
     assert _copying.look_up(len(values), np.arange(2), offsets, shapes, *found) is False
-    shapes = shapes.ravel()[:-1].copy()
-    assert _copying.look_up(len(values), np.arange(2), offsets, shapes, *found) is False
+
+
+def test_tables_of_another_size():
+    """Sizes that are no table of all elements are left alone."""
+    values, offsets, shapes = elements([(2, 3)] * 5)
+    found = np.empty(2, INT64), np.empty(3, INT64), np.empty((2, 1), INT64)
+    for sizes in (shapes.ravel()[:-1].copy(), np.full(9, 6)):
+        assert _copying.look_up(len(values), np.arange(2), offsets, sizes, *found) is False
 
 
 @pytest.mark.parametrize(
@@ -182,6 +228,7 @@ def test_room_for_something_else(sizes):
         ([0, 0], [0, -1, 2]),
         ([0, 0], [0, 2**62, 2]),
         ([0, 0], [0, 3]),
+        ([0, 0], [1, 3, 6]),
         ([], [0]),
     ],
 )
@@ -191,7 +238,7 @@ def test_pieces_that_are_not_there(starts, offsets):
     assert copy_ranges(np.arange(10.0), *arrays)[0] is False
 
 
-@pytest.mark.parametrize("room", [0, 40, 56])
+@pytest.mark.parametrize("room", [0, 40, 47, 49, 56])
 def test_pieces_of_another_size(room):
     """What was made room for is what is written."""
     arrays = np.array([0, 4]), np.array([0, 3, 6])
@@ -267,3 +314,22 @@ def test_another_interface(run):
         print(copying.COMPILED, copying.look_up(1))
     """
     assert run(code) == "False False"
+
+
+@pytest.mark.parametrize("how", ["jit", "make_fx"])
+def test_what_is_written_down(how):
+    """Who records operators gets the values of a gathered batch, and not memory without any."""
+    j = JaggedTensor.from_tensors([torch.arange(4000.0)] * 4)
+    x = torch.zeros(8000)
+
+    def function(x):
+        return x + j[[1, 2]].values
+
+    if how == "jit":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tracing is deprecated, and tells so
+            recorded = torch.jit.trace(function, x, check_trace=False)
+    else:
+        recorded = make_fx(function)(x)
+    assert torch.equal(recorded(x), torch.arange(4000.0).repeat(2))
+    assert "empty" not in str(recorded.graph)
