@@ -296,6 +296,7 @@ class Batches(Iterator[Any]):
         self._gatherer = _Gatherer(tree, order, batch_size, length)
         self._ahead = prefetch
         self._num_threads = num_threads if prefetch else 0
+        self._ended = False
         self._slots: list[Slot] = []
         # A batch stays as it is while `prefetch` further ones are taken.
         self._ring = prefetch + 1
@@ -310,6 +311,11 @@ class Batches(Iterator[Any]):
         return self._count
 
     def __iter__(self) -> Self:
+        if self._ended:
+            raise RuntimeError(
+                "this epoch has ended: td.batches(...) iterates over one. Call it again for each: "
+                "for epoch in range(epochs): for batch in td.batches(...): ..."
+            )
         return self
 
     def __next__(self) -> Any:
@@ -377,6 +383,7 @@ class Batches(Iterator[Any]):
 
     def close(self) -> None:
         """End the epoch; no thread is left."""
+        self._ended = True
         self._taken = self._count
         self._futures.clear()
         threads, self._threads = self._threads, None

@@ -278,9 +278,14 @@ def _beside(out: Any, result: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]
 def describe(result: Any) -> str:
     """Say what a result is, for messages."""
     if isinstance(result, Tree):
-        keys = [name_path(path) for path, _ in result._flat()]
-        more = ", ..." if len(keys) > 10 else ""
-        return f"a TensorDict of {list(result._batch_size)} with {', '.join(keys[:10])}{more}"
+        leaves = [
+            f"{name_path(path)} of {list(leaf.shape)}"
+            if isinstance(leaf, Tensor)
+            else name_path(path)
+            for path, leaf in result._flat()
+        ]
+        more = ", ..." if len(leaves) > 10 else ""
+        return f"a TensorDict of {list(result._batch_size)} with {', '.join(leaves[:10])}{more}"
     if isinstance(result, Tensor):
         return f"a tensor of {list(result.shape)}"
     return "None" if result is None else f"{type(result)!r}"

@@ -276,7 +276,8 @@ def _pairs(tree: Tree, value: Tree, prefix: tuple[str, ...]) -> Any:
             leaf = tree._leaves[key]
         except KeyError:
             raise KeyError(
-                f"{name_path(path)} is no key of the TensorDict that is written to."
+                f"{name_path(path)} is no key of the TensorDict that is written to, which has "
+                f"{', '.join(map(repr, tree._leaves)) or 'none'}."
             ) from None
         if isinstance(leaf, Tree) != isinstance(new, Tree):
             raise KeyError(f"{name_path(path)} is nested on one side only.")

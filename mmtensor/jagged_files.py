@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mmtensor.errors import ShapeError, SizeError
+from mmtensor.errors import DtypeError, ShapeError, SizeError
 from mmtensor.jagged_layout import Integers, check_rows
 from mmtensor.mapping import FileMapping, map_descriptor
 from mmtensor.rawfile import DENIED, open_existing
@@ -29,6 +29,7 @@ __all__ = [
     "dimensions",
     "int64_on",
     "locked",
+    "marked",
     "marker",
     "names_of",
     "open_files",
@@ -83,13 +84,54 @@ def names_of(path: str) -> Names:
     return Names(path, f"{root}.offsets{suffix}", f"{root}.shape{suffix}")
 
 
-def marker(ndim: int) -> bytes:
+def marker(ndim: int, itemsize: int = 0) -> bytes:
     """Return what may stand behind the last row of shapes and tells their dimensions.
 
     Sizes are never negative, so ``-1 - ndim`` cannot be one. It is there while a writer is
-    at work, when there may be more rows than elements, and where there is no row at all.
+    at work, when there may be more rows than elements, and where there is no row at all. A
+    writer tells the bytes of a number as well (``- 256 * itemsize``): the size of the values
+    does not while there may be more of them than the offsets say.
     """
-    return struct.pack("=q", -1 - ndim)
+    return struct.pack("=q", -1 - ndim - 256 * itemsize)
+
+
+def marked(data: bytes) -> tuple[int, int] | None:
+    """Return the dimensions and the bytes of a number that a marker tells; 0 if it does not.
+
+    None if it is no marker.
+    """
+    (last,) = struct.unpack("=q", data) if len(data) == 8 else (0,)
+    return ((-1 - last) % 256, (-1 - last) // 256) if last < 0 else None
+
+
+def _check_itemsize(found: "Opened", dtype: np.dtype[Any]) -> None:
+    """Refuse files whose numbers are known to have another size.
+
+    A writer that is at work or was killed has left it in its marker. Without one, the values are
+    as many as the offsets say, and no more.
+
+    Raises
+    ------
+    DtypeError
+        It says which size they have.
+    """
+    fd, status = found.shapes
+    size = found.values[1].st_size
+    end = status.st_size // 8 * 8
+    told = marked(os.pread(fd, 8, end - 8)) if end else None
+    known = told[1] if told else 0
+    if (
+        not known
+        and found.total
+        and size % found.total == 0
+        and status.st_size == 8 * found.length * found.ndim
+    ):
+        known = size // found.total
+    if known != dtype.itemsize and known in (1, 2, 4, 8, 16):
+        raise DtypeError(
+            f"file {found.names.values!r} has {known} bytes per number, but "
+            f"{dtype.name} has {dtype.itemsize}. Pass the dtype that it was written with."
+        )
 
 
 def int64_on(mapping: FileMapping) -> Integers:
@@ -234,9 +276,10 @@ class Opened:
             self.total = _total(fd, self.length, names)
             _check_values(self.values[1].st_size, self.total, dtype, names)
             self.ndim = dimensions(self.shapes[0], fd, self.length, ndim, names)
+            _check_itemsize(self, dtype)
         except BaseException as error:
             try:
-                if isinstance(error, (FileNotFoundError, SizeError)):
+                if isinstance(error, (FileNotFoundError, SizeError, DtypeError)):
                     self.check_still()
             finally:
                 self.close()
@@ -343,10 +386,9 @@ def _marked(fd: int) -> tuple[int | None, int]:
     """
     size = os.fstat(fd).st_size
     while True:
-        data = os.pread(fd, 8, size // 8 * 8 - 8) if size >= 8 else b""
-        last = struct.unpack("=q", data)[0] if len(data) == 8 else 0
-        if last < 0:
-            return -1 - last, size
+        told = marked(os.pread(fd, 8, size // 8 * 8 - 8)) if size >= 8 else None
+        if told:
+            return told[0], size
         now = os.fstat(fd).st_size
         if now == size:
             return None, size

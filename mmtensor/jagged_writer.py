@@ -21,6 +21,7 @@ from mmtensor.jagged_files import (
     Names,
     Opened,
     ReplacedError,
+    marked,
     marker,
     names_of,
 )
@@ -133,7 +134,7 @@ class JaggedWriter:
             NewFile(names.shapes, existsok=existsok) as shapes,
         ):
             write_all(offsets.fd, struct.pack("=q", 0))
-            write_all(shapes.fd, marker(self.ndim))
+            write_all(shapes.fd, self._mark())
             try:
                 self._hold(values.fd, offsets.fd, shapes.fd)
                 _lock(self._fds[1], names)
@@ -142,6 +143,9 @@ class JaggedWriter:
                 self._release()
                 raise
         self._marker = 0  # where the marker stands in the file of shapes
+
+    def _mark(self) -> bytes:
+        return marker(self.ndim, self.dtype.itemsize)
 
     def _hold(self, *fds: int) -> None:
         self._fds = []
@@ -155,18 +159,13 @@ class JaggedWriter:
                 _lock(self._fds[1], self._names)
                 found.check_still()
                 self._length, self._total = found.length, found.total
-                self._check_dtype(found)
                 end = 8 * self._length * self.ndim
                 size = -(-found.shapes[1].st_size // 8) * 8
-                last = b""
-                if size > end:
-                    last = os.pread(self._fds[2], 8, size - 8)
-                if last == marker(self.ndim):
-                    self._marker = size - 8
-                else:
-                    # Behind whatever an unfinished append has left.
-                    self._marker = max(end, size)
-                    write_all(self._fds[2], marker(self.ndim), self._marker)
+                told = marked(os.pread(self._fds[2], 8, size - 8)) if size > end else None
+                # Where there is none, behind whatever an unfinished append has left.
+                self._marker = size - 8 if told else max(end, size)
+                if not told or not told[1]:
+                    write_all(self._fds[2], self._mark(), self._marker)
         except ReplacedError:
             self._release()
             raise FileNotFoundError(
@@ -175,19 +174,6 @@ class JaggedWriter:
         except BaseException:
             self._release()
             raise
-
-    def _check_dtype(self, found: Opened) -> None:
-        """Refuse files that were closed properly with elements of another size."""
-        size = found.values[1].st_size
-        clean = found.shapes[1].st_size == 8 * found.length * found.ndim
-        if not clean or not found.total or size == found.total * self.dtype.itemsize:
-            return
-        itemsize, rest = divmod(size, found.total)
-        if rest == 0 and itemsize in (1, 2, 4, 8, 16):
-            raise DtypeError(
-                f"file {self._names.values!r} has {itemsize} bytes per number, but "
-                f"{self.dtype} has {self.dtype.itemsize}. Append with the dtype of the file."
-            )
 
     # --- appending ---------------------------------------------------------------------
 
@@ -326,7 +312,7 @@ class JaggedWriter:
             end = 8 * length * self.ndim
             # The last number in the file always is the marker: it goes ahead of the rows.
             if end > self._marker:
-                write_all(shapes, marker(self.ndim), end)
+                write_all(shapes, self._mark(), end)
                 self._marker = end
             count = len(self._sizes)
             write_all(shapes, struct.pack(f"={count}q", *self._sizes), end - 8 * count)

@@ -11,7 +11,7 @@ import torch
 from mmtensor.directory import NOFOLLOW, open_beneath, open_directory, read_beneath
 from mmtensor.errors import ManifestError, ShapeError
 from mmtensor.jagged import JaggedTensor
-from mmtensor.jagged_files import Files, int64_on, marker
+from mmtensor.jagged_files import Files, int64_on, marked
 from mmtensor.jagged_layout import counts_of, offsets_of
 from mmtensor.jagged_parts import Parts, on_files
 from mmtensor.manifest import (
@@ -254,7 +254,7 @@ def _has_marker(file: int, size: int, nbytes: int, ndim: int) -> bool:
     """Whether a file of shapes ends as one of no rows does, or one with a writer at work."""
     if nbytes == 0:
         return size == 8
-    return size == nbytes + 8 and os.pread(file, 8, nbytes) == marker(ndim)
+    return size == nbytes + 8 and (marked(os.pread(file, 8, nbytes)) or ())[:1] == (ndim,)
 
 
 def _total(entry: Entry, path: str, file: int, length: int) -> int:

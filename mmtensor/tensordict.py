@@ -1,5 +1,6 @@
 """`TensorDict`: a tree of tensors with a batch size, in memory, shared or in a directory."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
@@ -290,7 +291,7 @@ class TensorDict(Upward):
         Raises
         ------
         RuntimeError
-            If it is memory-mapped, or a leaf is not a dense tensor on the CPU.
+            If it is memory-mapped, or a leaf is not on the CPU or is sparse.
         OSError
             ``ENOSPC`` without room; nothing has changed then.
 
@@ -668,6 +669,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.reshape: TensorDict.reshape,
     torch.clone: TensorDict.clone,
 }
+
+# Errors about arguments name the function as people know it: TensorDict.map, not Upward.map.
+for _base in TensorDict.__mro__[1:-1]:
+    for _name, _function in vars(_base).items():
+        if not _name.startswith("_") and inspect.isfunction(_function):
+            _function.__qualname__ = f"TensorDict.{_name}"
 
 register(TensorDict)
 default_collate_fn_map[TensorDict] = collate

@@ -121,7 +121,7 @@ def test_every_row_in_order(td, size):
         check(batch, ids)
         seen += ids
     assert seen == list(range(ROWS))
-    assert list(batches) == []
+    assert next(batches, None) is None
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 2])
@@ -346,7 +346,7 @@ def test_an_exception_in_a_thread_surfaces(tmp_path, monkeypatch, at):
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
     assert not threads()
-    assert list(batches) == []
+    assert next(batches, None) is None
 
 
 @pytest.mark.parametrize("end", ["close", "with", "drop", "exception"])
@@ -359,7 +359,7 @@ def test_ending_early_leaves_no_thread(tmp_path, end):
     if end == "close":
         batches.close()
         batches.close()
-        assert list(batches) == []
+        assert next(batches, None) is None
     elif end == "with":
         with batches:
             next(batches)
@@ -497,3 +497,15 @@ def test_out_that_is_read_only(tmp_path):
     td.memmap(tmp_path / "td")
     with pytest.raises(ReadOnlyError, match="writing to leaf 'x' of out would write to a read-on"):
         td.batches(2, out=TensorDict.load_memmap(tmp_path / "td", mode="r"))
+
+
+def test_a_second_epoch(td):
+    """One that has ended says so, instead of being empty; one that has not goes on."""
+    batches = td.batches(4)
+    for _ in batches:
+        break
+    assert sum(1 for _ in batches) == len(batches) - 1
+    for ended in (batches, td.batches(2)):
+        ended.close()
+        with pytest.raises(RuntimeError, match="this epoch has ended.* Call it again for each"):
+            iter(ended)

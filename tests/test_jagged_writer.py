@@ -15,7 +15,7 @@ from conftest import descriptors, settled_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtensor import JaggedTensor, JaggedWriter, jagged_writer
+from mmtensor import DtypeError, JaggedTensor, JaggedWriter, SizeError, jagged_writer
 from mmtensor.jagged_writer import _BUFFER, _PENDING
 
 SIDES = ("x.memmap", "x.offsets.memmap", "x.shape.memmap")
@@ -312,10 +312,60 @@ def test_append_with_another_layout(arguments, error, message, path, unchanged):
         JaggedWriter(path, *arguments, append=True)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float64", "complex128"])
+def test_another_dtype_after_a_kill(path, run, unchanged, dtype):
+    """A writer that was killed has left the size of its numbers: nothing is cut or misread."""
+    code = f"""
+        import os
+        import torch
+        from mmtensor import JaggedWriter
+
+        w = JaggedWriter({str(path)!r}, "float32", 2)
+        w.extend([torch.ones(5, 7)] * 8)
+        w.flush()
+        os._exit(0)
+    """
+    run(code)
+    message = f"(has 4 bytes per number, but {dtype} has|must have at least)"
+    with unchanged():
+        with pytest.raises((DtypeError, SizeError), match=message):
+            JaggedWriter(path, dtype, 2, append=True)
+        with pytest.raises((DtypeError, SizeError), match=message):
+            JaggedTensor.from_filename(path, dtype, mode="r")
+    assert len(JaggedTensor.from_filename(path, "float32", mode="r")) == 8
+    with JaggedWriter(path, "float32", 2, append=True) as w:
+        w.append(torch.zeros(1, 1))
+    assert JaggedTensor.from_filename(path, "float32", mode="r").numel() == 8 * 35 + 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float64"])
+def test_opening_with_another_dtype(path, dtype):
+    """Files that were closed properly have as many numbers as their offsets say."""
+    JaggedTensor.from_tensors([torch.ones(3), torch.zeros(2)], filename=path)
+    message = f"(has 4 bytes per number, but {dtype} has|must have at least)"
+    with pytest.raises((DtypeError, SizeError), match=message):
+        JaggedTensor.from_filename(path, dtype, mode="r")
+
+
+def test_a_marker_without_the_size_of_numbers(path):
+    """Writers of an earlier version have left it so; it is replaced."""
+    with JaggedWriter(path, "float32", 2) as w:
+        w.append(torch.ones(2, 3))
+    shapes = str(path).replace(".memmap", ".shape.memmap")
+    with open(shapes, "ab") as file:
+        file.write(struct.pack("=q", -3))
+    with JaggedWriter(path, "float32", append=True, ndim=2) as w:
+        w.append(torch.zeros(4, 1))
+        with open(shapes, "rb") as file:
+            assert file.read()[-8:] == struct.pack("=q", -3 - 4 * 256)
+    j = JaggedTensor.from_filename(path, "float32", mode="r")
+    assert j.shapes.tolist() == [[2, 3], [4, 1]]
+
+
 def test_append_with_a_smaller_dtype(path, unchanged):
     """A smaller dtype would overwrite the values: it is refused."""
     JaggedTensor.from_tensors([torch.ones(3), torch.zeros(2)], filename=path)
-    with unchanged(), pytest.raises(TypeError, match="has 4 bytes per number, but torch.uint8"):
+    with unchanged(), pytest.raises(TypeError, match="has 4 bytes per number, but uint8 has 1"):
         JaggedWriter(path, "uint8", append=True)
 
 

@@ -648,7 +648,11 @@ def test_results_of_different_shapes(how, tmp_path):
     [
         (fn.odd_shape, MapError, r"chunk 5 of 9 .*a tensor of \[5\], and for .*a tensor of \[4\]"),
         (fn.odd_none, TypeError, r"chunk 5 of 9 .*it returned None, and .*a tensor of \[4\]"),
-        (fn.odd_keys, MapError, r"chunk 5 of 9 .*a TensorDict of \[\] with 'z', and .* with 'y'"),
+        (
+            fn.odd_keys,
+            MapError,
+            r"chunk 5 of 9 .*a TensorDict of \[\] with 'z' of \[4\], and .* with 'y' of \[4\]",
+        ),
     ],
 )
 def test_the_result_that_does_not_fit_the_others(how, tmp_path, function, error, message):

@@ -1103,3 +1103,11 @@ def test_indexing_in_one_compiled_graph(tmp_path, index):
         found = torch.compile(lambda td: td[index], backend="eager", fullgraph=True)(each)
         assert torch.equal(found["x"], td[index]["x"])
         assert torch.equal(found["n", "y"], td[index]["n", "y"])
+
+
+@pytest.mark.parametrize("name", ["map", "batches", "select"])
+def test_errors_name_functions_as_users_know_them(name):
+    """A wrong argument speaks of TensorDict, and of no class beneath it."""
+    td = TensorDict({"x": torch.zeros(2)}, [2])
+    with pytest.raises(TypeError, match=rf"^TensorDict\.{name}\(\) got an unexpected keyword"):
+        getattr(td, name)(1, workers=2)
