@@ -46,8 +46,8 @@ def naming(
     Raises
     ------
     MapError
-        It names the first piece that does not go with those before; a `TypeError` where it is
-        no tensor.
+        It names the first piece that does not go with most of the others; a `TypeError` where it
+        is no tensor.
     """
     try:
         yield
@@ -56,18 +56,20 @@ def naming(
         if True not in joinable:
             raise  # it is not about one of them
         model = joinable.index(True)
-        for number, piece in enumerate(pieces):
-            if _goes(join, [pieces[model], piece]):
-                continue
-            message = (
-                f"the results of fn must fit together, but for {place.describe(chunks[number])} "
-                f"it returned {describe(sample(piece))}, and for {place.describe(chunks[model])} "
-                f"{describe(sample(pieces[model]))}."
-            )
-            if not joinable[number]:
-                raise TypeError(message) from error
-            raise MapError(message, chunks[number]) from error
-        raise
+        others = [n for n, piece in enumerate(pieces) if not _goes(join, [pieces[model], piece])]
+        if not others:
+            raise
+        number = others[0]
+        if joinable[number] and 2 * len(others) > len(pieces):
+            number, model = model, number  # the first of them is the odd one
+        message = (
+            f"the results of fn must fit together, but for {place.describe(chunks[number])} "
+            f"it returned {describe(sample(pieces[number]))}, and for "
+            f"{place.describe(chunks[model])} {describe(sample(pieces[model]))}."
+        )
+        if not joinable[number]:
+            raise TypeError(message) from error
+        raise MapError(message, chunks[number]) from error
 
 
 def _goes(join: Callable[[list[Any]], Any], pieces: list[Any]) -> bool:
