@@ -91,7 +91,7 @@ class _Gatherer:
         self.order = order
         # The same, for plain Python: a range or an array.
         self._numbers: Any = range(length) if order is None else order.numpy()
-        self.batch_size = batch_size
+        self.batch_size = min(batch_size, max(length, 1))  # no buffer is larger than all rows
         self.length = length
         self.entries: list[_Entry] = []
         self._add(tree, 0)
@@ -185,7 +185,7 @@ class _Gatherer:
         Raises
         ------
         ValueError
-            If one is missing or does not fit.
+            If one is missing, does not fit, or requires gradients.
         """
         slot: Slot = []
         paths: list[tuple[str, ...]] = [()]
@@ -215,6 +215,11 @@ class _Gatherer:
                 raise ValueError(
                     f"leaf {name_path(path)} of out must have shape {list(shape)}, or more rows, "
                     f"and dtype {entry.leaf.dtype}, got {got}."
+                )
+            if buffer.requires_grad:
+                raise ValueError(
+                    f"leaf {name_path(path)} of out requires gradients, which writing would "
+                    "go past. Pass out.apply(torch.Tensor.detach)."
                 )
             refuse_write(buffer, f"writing to leaf {name_path(path)} of out")
             buffer = buffer[: self.batch_size]

@@ -89,8 +89,9 @@ def copied(source: Tensor, ids: Tensor, target: Tensor) -> bool:
     if mapping is not None:
         start += int(source.storage_offset()) * source.itemsize
     row, size = nbytes // count, source.nbytes
-    if to < start + size and start < to + nbytes:
-        return False  # one lies in the other
+    for other, length in ((start, size), (numbers, ids.nbytes)):
+        if to < other + length and other < to + nbytes:
+            return False  # the target lies in what is read: torch refuses that
     if not copy_rows(to, start, numbers, count, row, size // row):
         return False
     torch.autograd.graph.increment_version(target)

@@ -227,7 +227,8 @@ def advanced(leaf: Any, index: Any, ids: Tensor | None) -> Any:
     if isinstance(leaf, str):
         return leaf
     numbers = ids if ids is not None else torch.as_tensor(index, device="cpu")
-    if numbers.dtype is torch.bool and numbers.dim() == 1:
+    # uint8 is a mask to torch, and so to the tensors beside this leaf.
+    if numbers.dtype in (torch.bool, torch.uint8) and numbers.dim() == 1:
         if len(numbers) != len(leaf):
             raise IndexError(f"a mask of {len(numbers)} does not fit {len(leaf)} elements.")
         numbers = numbers.nonzero().view(-1)

@@ -229,7 +229,7 @@ class Upward(Keyed):
         """Gather a batch for `torch.utils.data.DataLoader`."""
         numbers = indices if isinstance(indices, list) else list(indices)
         # NumPy reads a list of 256 integers in 5 us, torch in 29.
-        array = np.array(numbers)
+        array = np.array(numbers, np.int64) if not numbers else np.array(numbers)
         rows = array if array.dtype == np.int64 else torch.tensor(numbers, device="cpu")
         return self[rows]  # type: ignore[no-any-return]
 

@@ -509,3 +509,18 @@ def test_a_second_epoch(td):
         ended.close()
         with pytest.raises(RuntimeError, match="this epoch has ended.* Call it again for each"):
             iter(ended)
+
+
+def test_a_batch_of_more_rows_than_there_are(td):
+    """All rows in one batch take the memory of all rows, and no more."""
+    (batch,) = td.batches(10**15)
+    check(batch, list(range(ROWS)))
+    assert list(td.batches(10**15, drop_last=True)) == []
+
+
+def test_out_that_requires_gradients():
+    """Autograd would not hear of what is written."""
+    td = TensorDict({"x": torch.rand(8, 2)}, [8])
+    out = TensorDict({"x": torch.zeros(4, 2, requires_grad=True)}, [4])
+    with pytest.raises(ValueError, match="'x' of out requires gradients"):
+        td.batches(4, out=out)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mmtensor import JaggedTensor, copying
+from mmtensor import JaggedTensor, MemoryMappedTensor, copying
 from mmtensor.copying import copied
 
 _copying = pytest.importorskip("mmtensor._copying", reason="nothing was compiled")
@@ -333,3 +333,15 @@ def test_what_is_written_down(how):
         recorded = make_fx(function)(x)
     assert torch.equal(recorded(x), torch.arange(4000.0).repeat(2))
     assert "empty" not in str(recorded.graph)
+
+
+def test_numbers_in_what_is_written():
+    """Writing would change the numbers of the rows that are still to come."""
+    source = torch.arange(1000 * 512).view(1000, 512)
+    target = torch.zeros(64, 512, dtype=torch.int64)
+    ids = target.view(-1)[64 * 512 - 64 :]
+    ids.copy_(torch.arange(100, 164))
+    assert not copied(source, ids, target)
+    assert ids.tolist() == list(range(100, 164))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        MemoryMappedTensor.from_tensor(source).take(ids, out=target)

@@ -1111,3 +1111,21 @@ def test_errors_name_functions_as_users_know_them(name):
     td = TensorDict({"x": torch.zeros(2)}, [2])
     with pytest.raises(TypeError, match=rf"^TensorDict\.{name}\(\) got an unexpected keyword"):
         getattr(td, name)(1, workers=2)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_uint8_is_a_mask_for_every_leaf(kind):
+    """As it is to torch: the leaves of one result are about the same elements."""
+    j = JaggedTensor.from_tensors([torch.full((2,), n) for n in range(3)])
+    td = TensorDict({"x": torch.arange(3), "s": list("abc"), "j": j}, [3])
+    mask = kind([1, 0, 1], dtype=torch.uint8 if kind is torch.tensor else np.uint8)
+    found = td[mask]
+    assert (found["x"].tolist(), found["s"], found.batch_size) == ([0, 2], ["a", "c"], (2,))
+    assert [one.tolist() for one in found["j"]] == [[0, 0], [2, 2]]
+
+
+def test_a_batch_of_nothing():
+    """A sampler may ask for no element at all."""
+    td = TensorDict({"x": torch.arange(3), "s": list("abc")}, [3])
+    assert td.__getitems__([]).batch_size == (0,)
